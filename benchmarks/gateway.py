@@ -26,8 +26,8 @@ from benchmarks.measure import Row, Table, make_parser, show
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, Message, SamplingParams
+from treadle.models.chat import load_tokenizer
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_tokenizer
 from treadle.models.model_files import tokenizer_directory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation

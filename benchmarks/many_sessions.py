@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,11 +42,10 @@ from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.pool import EnginePool
 from treadle.engines.torch.engine import Limits
-from treadle.loop.loop import StartingPoint, make_loop
+from treadle.loop.loop import Loop, StartingPoint
 from treadle.models.chat import load_chat
 from treadle.plan.config import RunConfig, load_recipe
 from treadle.record.ledger import Ledger
-from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import RunStore
 from treadle.report.callbacks import Callbacks
@@ -258,10 +258,8 @@ async def _measured(
         batches.append(len(groups))
 
     with closing(Ledger(run.ledger_file)) as ledger:
-        loop = make_loop(
-            _config(sessions).loop,
-            [Task(f"task-{number}", driver="caller") for number in range(1024)],
-            [],
+        loop = Loop(
+            replace(_config(sessions).loop, train=[Task(f"task-{number}", driver="caller") for number in range(1024)]),
             FakeTrainer(0.0, trained),
             engine,
             runner,
@@ -270,7 +268,7 @@ async def _measured(
             Callbacks({}, stop),
             StartingPoint(),
         )
-        training = asyncio.ensure_future(loop.run(LoopState()))
+        training = asyncio.ensure_future(loop.run())
         await asyncio.sleep(settle)
         before, first, played = time.process_time(), time.perf_counter(), runner.received
         lags = await _lags(seconds, training)

@@ -10,7 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -21,10 +21,9 @@ from treadle.core.outcomes import as_trained
 from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Task
 from treadle.loop.config import StalePolicy
-from treadle.loop.loop import StartingPoint, make_loop
+from treadle.loop.loop import Loop, StartingPoint
 from treadle.plan.config import RunConfig, load_recipe
 from treadle.record.ledger import Ledger
-from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import RunStore
 from treadle.report.callbacks import Callbacks
@@ -138,10 +137,8 @@ async def _simulate(world: World, settings: StalenessSettings) -> SimulatedRun:
         run.checkpoints.mkdir()
         engine = FakeEngine(lambda prompt, sampling: ())
         runner = FakeRunner(engine, _script(world, seen), world.engine_capacity)
-        loop = make_loop(
-            _config(world, settings).loop,
-            [Task(f"task-{number}") for number in range(_TASKS)],
-            [],
+        loop = Loop(
+            replace(_config(world, settings).loop, train=[Task(f"task-{number}") for number in range(_TASKS)]),
             FakeTrainer(world.training, seen.train),
             _Publication(world.publication, engine, runner, seen),
             runner,
@@ -150,7 +147,7 @@ async def _simulate(world: World, settings: StalenessSettings) -> SimulatedRun:
             Callbacks({}, StopRequest()),
             StartingPoint(),
         )
-        state = await loop.run(LoopState())
+        state = await loop.run()
     seen.outstanding = frozenset((*state.outstanding, *range(state.cursor, max(seen.groups.values()) + 1)))
     return seen
 

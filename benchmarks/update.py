@@ -64,7 +64,7 @@ def replayed_batches(run: Path, count: int) -> list[list[Group]]:
     rows = [row for row in ledger.training() if row["reward"] is not None]
     if not rows:
         raise SystemExit(f"run {str(run)!r} has no training batch to replay")
-    size = config_of(directory).groups_per_batch
+    size = config_of(directory).training.groups_per_batch
     batches = list(dict.fromkeys(row["idx"] // size for row in rows))
     chosen = [batches[i] for i in np.unique(np.linspace(0, len(batches) - 1, count).astype(int))]
     return [

@@ -229,7 +229,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("record/resume.py", "oldest <= first", "oldest < first",
      "record/test_damage.py"),
     ("record/resume.py", "or not pinned", "or True", "record/test_damage.py"),
-    ("loop/rollout_scheduler.py", "self._config.pinned is not None", "False",
+    ("loop/rollout_scheduler.py", "self._plan.pinned is not None", "False",
      "api/test_lora.py::test_an_attempt_of_two_versions_is_recorded_as_failed_and_never_trained"),
     ("rollout/session.py", "or versions <= self._versions", "or versions", "rollout/test_replay.py"),
     ("engines/torch/pinned.py", "if version in self._engines:", "if False:", "engines/test_pinned.py"),

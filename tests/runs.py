@@ -166,7 +166,7 @@ def check_finished(path: Path) -> None:
             if row["state"] == "trained":
                 trained[row["idx"]] = trained.get(row["idx"], 0) + row["n"]
     assert len(trained) == (
-        config.groups_per_batch * config.orchestration.updates // config.training.updates_between_publications
+        config.training.groups_per_batch * config.orchestration.updates // config.training.updates_between_publications
     )
     if not any(row["failed"] for row in states) and not config.orchestration.max_staleness:
         assert set(trained.values()) == {config.training.group_size}  # each index once, however often it was sampled
@@ -225,7 +225,7 @@ def _check_trained(path: Path, config: RunConfig) -> None:
     """Each batch once and whole, each token of it once among the shards and no older than allowed. Pinned attempts have
     one version.
     """
-    size = config.groups_per_batch
+    size = config.training.groups_per_batch
     rows = query(
         path,
         "SELECT trained_version AS version, count(*) AS n, count(DISTINCT idx) AS indices FROM groups "
@@ -250,7 +250,7 @@ def _check_trained(path: Path, config: RunConfig) -> None:
         if row["state"] == "trained":
             lag = row["version"] - sampled[row["trajectory_id"], row["step"]]
             assert (lag >= 0).all() and (lag <= config.orchestration.max_staleness).all()
-    if config.pinned is not None:
+    if config.loop.pinned is not None:
         pinned = {row["trajectory_id"]: set[int]() for row in on_record if row["state"] == "trained"}
         for (trajectory, _), sampled_by in sampled.items():
             pinned.get(trajectory, set()).update(map(int, sampled_by))

@@ -53,7 +53,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
 from treadle.plan.device import settled
-from treadle.plan.dry_run_parts import estimate_memory
+from treadle.plan.memory import estimate_memory
 from treadle.report.metrics import DECLARED
 from treadle.testing import FakeEngine
 

@@ -24,7 +24,8 @@ from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.loop.engines import EngineSpec, open_torch
 from treadle.packing.flat import Doubles, FlatBatch
-from treadle.plan.inputs import check_first_prompts, configured_players, load_inputs, make_inputs
+from treadle.plan.inputs import configured_players, load_inputs, make_inputs
+from treadle.plan.start import check_first_prompts
 from treadle.plan.validation import check_config
 
 HERE = "tests.api.test_extensions"

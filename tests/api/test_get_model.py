@@ -21,8 +21,9 @@ from tests.gguf_files import LAYERS, write_gguf  # noqa: E402
 from treadle.api.get_model import get_model  # noqa: E402
 from treadle.core.errors import ConfigError, DamageError, DownloadError  # noqa: E402
 from treadle.core.files import MANIFEST, Manifest  # noqa: E402
+from treadle.models.chat import load_tokenizer  # noqa: E402
 from treadle.models.config import ModelConfig  # noqa: E402
-from treadle.models.loading import load_tokenizer, make_model  # noqa: E402
+from treadle.models.loading import make_model  # noqa: E402
 from treadle.models.model_cache import PACKAGED, ModelSource, PackagedModel  # noqa: E402
 from treadle.models.model_files import require_model, tokenizer_directory  # noqa: E402
 

@@ -31,7 +31,8 @@ from treadle.core.types import Status, Task, Trajectory
 from treadle.data.published import skyrl_gym_rows
 from treadle.envs.sql import sandbox
 from treadle.integrations.skyrl_gym.environment import SkyrlGym, guard_tools
-from treadle.plan.inputs import check_first_prompts, load_inputs
+from treadle.plan.inputs import load_inputs
+from treadle.plan.start import check_first_prompts
 from treadle.testing import FakeEngine
 
 HERE = "tests.integrations.test_skyrl_gym"

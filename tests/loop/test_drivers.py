@@ -17,6 +17,7 @@ from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.plan.config import RunConfig
 from treadle.plan.inputs import load_inputs, make_inputs
+from treadle.plan.plan import make
 from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
@@ -176,15 +177,14 @@ def test_options_that_a_driver_does_not_take_are_refused_at_the_start(driver: st
 
 def test_the_engine_does_not_wait_for_attempts_that_wait_for_each_other() -> None:
     """Neither in training nor in an evaluation, unless it is told to."""
-    waiting = load_inputs(config(*PAYING)).players
-    assert waiting.may_wait and not load_inputs(config(f"driver={HERE}:TwoTurns")).players.may_wait
-    for overrides, may_wait, lock_step in (
-        ((), False, True),
-        ((), True, False),
-        (("engine.lock_step=true",), True, True),
-        (("engine.lock_step=false",), False, False),
+    waiting, alone = load_inputs(config(*PAYING)), load_inputs(config(f"driver={HERE}:TwoTurns"))
+    for overrides, inputs, lock_step in (
+        ((), alone, True),
+        ((), waiting, False),
+        (("engine.lock_step=true",), waiting, True),
+        (("engine.lock_step=false",), alone, False),
     ):
-        made = config(*PAYING, *overrides)
-        assert made.engine_in_training(may_wait).lock_step is lock_step
-        assert made.engine_in_evaluation(may_wait).lock_step is lock_step
-    assert config(*PAYING, "orchestration.max_staleness=1").engine_in_training(False).lock_step is False
+        plan = make(config(*PAYING, *overrides), inputs)
+        assert plan.engine.lock_step is plan.evaluation_engine.lock_step is plan.repeats is lock_step
+    plan = make(config(*PAYING, "orchestration.max_staleness=1"), alone)
+    assert plan.engine.lock_step is plan.repeats is False and plan.evaluation_engine.lock_step is True

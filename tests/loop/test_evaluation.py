@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,7 @@ def evaluate(*overrides: str, world: type[Environment] = Fragile) -> tuple[list[
         runner, shaper = plain_rollouts(saying("a"), world), RewardShaper(config.rewards, 60.0)
         groups = await play_held_out(
             runner,
-            make_tasks(3),
-            config.loop,
+            replace(config.loop, held_out=make_tasks(3)),
             name="e000000",
             update=0,
             temperature=1.0,

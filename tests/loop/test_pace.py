@@ -19,7 +19,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.outcomes import as_trained
 from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Task
-from treadle.loop.loop import StartingPoint, make_loop
+from treadle.loop.loop import Loop, StartingPoint
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory
@@ -141,6 +141,7 @@ def train(
 ) -> tuple[LoopState, list[dict[str, Any]]]:
     """Run the loop to its end; the last state, and every step with its group. Raises what the loop raises."""
     begun = start or LoopState()
+    plan = tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides).loop
     steps: list[dict[str, Any]] = []
 
     async def go() -> LoopState:
@@ -150,10 +151,8 @@ def train(
             run = RunDirectory(Path(directory))
             run.checkpoints.mkdir()
             run.rollouts.mkdir()
-            loop = make_loop(
-                tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides).loop,
-                vowel_tasks("train", 7),
-                held_out,
+            loop = Loop(
+                replace(plan, train=vowel_tasks("train", 7), held_out=held_out),
                 FakeTrainer(world.update, Training(world)),
                 engine,
                 runner,
@@ -162,7 +161,7 @@ def train(
                 Callbacks({}, StopRequest()),
                 StartingPoint(begun),
             )
-            state = await asyncio.wait_for(loop.run(begun), 1e6)
+            state = await asyncio.wait_for(loop.run(), 1e6)
             world.playing = runner.playing
         steps.extend(
             ledger.query(

@@ -392,8 +392,8 @@ def test_attempts_that_are_partly_elsewhere_leave_room_for_others(share: float, 
 
 
 def test_groups_that_are_scarce_are_so_in_evaluations_too() -> None:
-    assert tiny().evaluated_together == 256
-    assert tiny("orchestration.max_concurrent_groups=2").evaluated_together == 2 * tiny().training.group_size
+    assert tiny().loop.evaluated_together == 256
+    assert tiny("orchestration.max_concurrent_groups=2").loop.evaluated_together == 2 * tiny().training.group_size
 
 
 @pytest.mark.quick(2)

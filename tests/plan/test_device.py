@@ -14,7 +14,7 @@ from treadle.plan import device
 from treadle.plan.config import config_of
 from treadle.plan.device import check_device, settled, unused_gpus
 from treadle.plan.dry_run import dry_run
-from treadle.plan.dry_run_parts import estimate_memory
+from treadle.plan.memory import estimate_memory
 from treadle.record.run_directory import RunDirectory
 from treadle.training.make import load_model
 
@@ -151,7 +151,7 @@ def test_memory_is_bounded_by_what_the_settings_allow() -> None:
     assert parts()["activations"].endswith(f"T {most}")
     reply = parts("data.held_out=null", prompt=20)
     assert reply["activations"].endswith(f"T {tasks * (20 + size * rollout.max_completion_tokens)}")
-    sessions = config.groups_per_batch * size
+    sessions = config.training.groups_per_batch * size
     assert reply["the engine's KV cache"].startswith(
         f"at most {sessions} sessions x {20 + rollout.max_completion_tokens}"
     )

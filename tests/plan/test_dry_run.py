@@ -23,7 +23,7 @@ from treadle.models.weights import published
 from treadle.plan.checks import DryRun
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
 from treadle.plan.dry_run import dry_run
-from treadle.plan.dry_run_parts import checkpoint_size, estimate_memory
+from treadle.plan.memory import checkpoint_size, estimate_memory
 from treadle.training.checkpoint import checkpoint_bytes
 from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner

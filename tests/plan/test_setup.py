@@ -30,7 +30,8 @@ from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.flat import flatten
 from treadle.plan.config import config_of
-from treadle.plan.inputs import Inputs, check_first_prompts, make_inputs
+from treadle.plan.inputs import Inputs, make_inputs
+from treadle.plan.start import check_first_prompts
 from treadle.plan.validation import check_context
 from treadle.record.run_directory import RunDirectory
 from treadle.rollout.attempt import Players

@@ -10,7 +10,7 @@ from tests.worlds import ROOT
 from treadle.models.lora import adapt
 from treadle.plan.config import load_recipe
 from treadle.plan.device import settled
-from treadle.plan.dry_run_parts import estimate_memory
+from treadle.plan.memory import estimate_memory
 
 HEAD = "| model | weights, 10^9 | all weights, GB | rank 16, GB | fits one card, all weights | rank 16 |"
 CARDS = (24, 80)  # GB, of which a tenth is for CUDA itself and gaps between tensors

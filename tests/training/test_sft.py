@@ -20,7 +20,7 @@ from treadle.core.trainer import Conversation
 from treadle.core.types import Message, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.envs.lookup import demonstration
-from treadle.models.loading import load_tokenizer
+from treadle.models.chat import load_tokenizer
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine

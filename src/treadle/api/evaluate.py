@@ -17,6 +17,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.files import check_writable
 from treadle.core.text import redacted
 from treadle.core.types import Group, StopReason
+from treadle.loop.config import LoopPlan
 from treadle.loop.evaluation import play_held_out, result_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
@@ -29,7 +30,7 @@ from treadle.plan.config import (
     without_player,
     without_source_options,
 )
-from treadle.plan.inputs import Inputs, check_first_prompts, is_in_memory, load_held_out
+from treadle.plan.inputs import Inputs, is_in_memory, load_held_out
 from treadle.plan.other_models import judging_models
 from treadle.plan.validation import check_playing, check_rollout
 from treadle.record.address import began_of, find_address, model_path
@@ -47,6 +48,7 @@ from treadle.rollout.text_session import EndpointPolicy, open_text_rollouts
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from treadle.plan.plan import Plan
     from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
 
@@ -169,24 +171,25 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     dump: run directory for all trajectories.
     """
     with loading(progress):
-        from treadle.loop.engines import use_threads
         from treadle.models.chat import load_chat
-        from treadle.plan.device import check_device, settled, unused_gpus
+        from treadle.plan.device import check_device, unused_gpus
+        from treadle.plan.plan import make
+        from treadle.plan.start import check_first_prompts
         from treadle.training.make import load_source
 
-    config = settled(subject.config)
+    plan = make(subject.config, inputs)
+    config = plan.config
     if config.engine.kind == "torch":
         check_device(config.device)
         if line := unused_gpus(config.device, config.engine):
             progress.log(line)
-    subject = replace(subject, config=config)
     tokenizer, renderer = load_chat(subject.model_config, subject.began)
     source = load_source(subject.model_config, config.seed)
-    use_threads(config.training.threads, source.model.parameters, device=config.device)
+    plan = plan.with_threads(source.model.parameters)
     played = replace(inputs, train=inputs.held_out)  # the check uses training tasks
     check_first_prompts(played, renderer, config, source.model.context, progress.log)
     started = time.perf_counter()
-    groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
+    groups = run_event_loop(_play(plan, subject.update, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
         played_by = config.model_copy(update={"model": subject.model_config})
@@ -226,7 +229,7 @@ async def _play_endpoint(config: RunConfig, inputs: Inputs, chat: Chat, model: s
     rewards = RewardsConfig(weights=config.rewards.weights)
     async with open_text_rollouts(chat, model, inputs.players, config.rollout, rewards, progress.log) as rollouts:
         shaper = RewardShaper(config.rewards, config.rollout.environment_timeout)
-        return await _play_all(rollouts, inputs, config, 0, shaper, progress)
+        return await _play_all(rollouts, replace(config.loop, held_out=inputs.held_out), 0, shaper, progress)
 
 
 def _evaluation(
@@ -250,36 +253,34 @@ def _evaluation(
 
 
 async def _play(
-    subject: Subject, inputs: Inputs, renderer: ChatRenderer, source: EmbeddedSource, progress: Progress
+    plan: Plan, update: int, renderer: ChatRenderer, source: EmbeddedSource, progress: Progress
 ) -> list[Group]:
     from treadle.loop.engines import open_serving
 
-    config = subject.config
-    section = config.engine_in_evaluation(inputs.players.may_wait)
-    engine = await open_serving(section, renderer, source, config.device)
+    config, players = plan.config, plan.inputs.players
+    engine = await open_serving(plan.evaluation_engine, renderer, source, config.device)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with (
-            judging_models(inputs.players.models, engine, renderer, section),
-            open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts,
+            judging_models(players.models, engine, renderer, plan.evaluation_engine),
+            open_rollouts(engine, renderer, players, config.rollout, rewards, progress.log) as rollouts,
         ):
             shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, renderer.decode)
-            return await _play_all(rollouts, inputs, config, subject.update, shaper, progress)
+            return await _play_all(rollouts, plan.loop, update, shaper, progress)
     finally:
         await engine.close()
 
 
 async def _play_all(
-    rollouts: Rollouts, inputs: Inputs, config: RunConfig, update: int, shaper: RewardShaper, progress: Progress
+    rollouts: Rollouts, plan: LoopPlan, update: int, shaper: RewardShaper, progress: Progress
 ) -> list[Group]:
-    finished, temperature = itertools.count(1), config.evaluation.temperature
-    total = len(inputs.held_out) * config.evaluation.attempts_at(temperature)
+    finished, temperature = itertools.count(1), plan.evaluation.temperature
+    total = len(plan.held_out) * plan.evaluation.attempts_at(temperature)
     progress.phase("evaluation", 0, total)
-    await rollouts.check(inputs.held_out)
+    await rollouts.check(plan.held_out)
     return await play_held_out(
         rollouts,
-        inputs.held_out,
-        config.loop,
+        plan,
         name="evaluation",
         update=update,
         temperature=temperature,

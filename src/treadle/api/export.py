@@ -32,7 +32,7 @@ def export_checkpoint(run: str | Path, directory: Path, merge: bool = False, dty
     address.model()
     import torch
 
-    from treadle.models.loading import load_tokenizer
+    from treadle.models.chat import load_tokenizer
     from treadle.models.weights import convert_rest
     from treadle.training.checkpoint import export_files, export_model, read_model_files
     from treadle.training.make import load_model

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from treadle.api.lesson import Lesson
 from treadle.loop.thread_count import wait_passively
-from treadle.models.model_files import check_model_files
 from treadle.plan.config import RunConfig
-from treadle.plan.inputs import Inputs, check_demonstration, load_data
+from treadle.plan.inputs import Inputs, load_data
+from treadle.plan.validation import checks
 from treadle.report.progress import Progress, loading
 from treadle.rollout.isolation.event_loop import paused_event_loop
 from treadle.rollout.random_calls import RANDOM_CALLS
@@ -37,8 +37,9 @@ def learn_demonstrations(config: RunConfig, directory: Path, progress: Progress)
     Raises ConfigError or DataError for what cannot be learned, TrainingStopped, CheckpointError.
     """
     assert config.warm_start is not None, "the configuration has a warm start"
-    check_model_files(config.model)
-    check_demonstration(config)
+    for part, check in checks(config):
+        if part in ("model", "tokenizer", "warm start"):
+            check()
     inputs = load_data(config) if config.warm_start.demonstrations == RANDOM_CALLS else Inputs([], [])
     with loading(progress):
         from treadle.api.warm_start import make_warm_model

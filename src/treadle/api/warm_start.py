@@ -25,14 +25,14 @@ from treadle.api.lesson import Lesson
 from treadle.core.errors import CheckpointError, DataError, RunError
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.trainer import Conversation, Trainer
-from treadle.loop.engines import use_threads
 from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.plan.config import RunConfig
 from treadle.plan.demonstrations import open_demonstrations
-from treadle.plan.device import check_device, settled
+from treadle.plan.device import check_device
 from treadle.plan.inputs import Inputs
+from treadle.plan.plan import Plan, make
 from treadle.record.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
 from treadle.rendering.chat import ChatRenderer
 from treadle.report.progress import Progress
@@ -57,11 +57,12 @@ class WarmStartReport:
 
 def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
-    renderer, config = load_chat(config.model, datetime.now())[1], settled(config)
-    with _trainer(config) as trainer:
+    plan = make(config, inputs)
+    renderer = load_chat(config.model, datetime.now())[1]
+    with _trainer(plan) as trainer:
 
         async def work() -> WarmStartReport | None:
-            report = await run_warm_start(trainer, renderer, config, inputs, progress)
+            report = await run_warm_start(trainer, renderer, plan, progress)
             await trainer.export(directory)
             return report
 
@@ -71,11 +72,11 @@ def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress
 
 
 @contextmanager
-def _trainer(config: RunConfig) -> Iterator[Trainer]:
-    config, ranks = settled(config), config.placement.learner.ranks
-    check_device(config.device, ranks)
-    with closing(make_trainer(config.trainer)) as trainer:
-        use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
+def _trainer(plan: Plan) -> Iterator[Trainer]:
+    ranks = plan.trainer.placement.ranks
+    check_device(plan.config.device, ranks)
+    with closing(make_trainer(plan.trainer)) as trainer:
+        plan.with_threads(trainer.model.parameters, ranks)
         yield trainer
 
 
@@ -120,7 +121,7 @@ def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> Recor
         )
     inexact = sum(isinstance(trajectory, LoggedConversation) for trajectory, calls in made if calls)
     counts = (len(rows), sum(map(len, rows)), sum(len(target) for calls in rows for _, target in calls))
-    with _trainer(config) as trainer:
+    with _trainer(make(config, Inputs([], []))) as trainer:
 
         async def work() -> RecordedReport:
             result = await warm_start(
@@ -141,8 +142,7 @@ def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> Recor
 async def run_warm_start(
     trainer: Trainer,
     renderer: ChatRenderer,
-    config: RunConfig,
-    inputs: Inputs,
+    plan: Plan,
     progress: Progress,
     phase: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> WarmStartReport | None:
@@ -152,9 +152,10 @@ async def run_warm_start(
 
     Raises TrainingStopped if it did not learn (nothing is cached then).
     """
+    config = plan.config
     if config.warm_start is None:
         return None
-    started, source = time.perf_counter(), await open_demonstrations(config, inputs)
+    started, source = time.perf_counter(), await open_demonstrations(config, plan.inputs)
     if source.about:
         progress.log(source.about)
     key = _key(config, config.warm_start, source.sha256, tokenizer_directory(config.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config
-from treadle.core.types import SamplingParams
+from treadle.core.types import SamplingParams, Task
 from treadle.engines.config import Device, EngineConfig
 from treadle.loop.failures import FailuresConfig
 from treadle.record.checkpoint_retention import KeepBest, Retention
@@ -153,8 +154,9 @@ class LoopPlan:
 
     seed: keys every draw. updates: number in the whole run. batch: updates between two publications of weights, for
     which `groups_per_batch` groups of `group_size` attempts are sampled. min_group_size: graded attempts that a group
-    needs for training. pinned: whether an attempt keeps its first version. engine_capacity: attempts that the engines
-    compute concurrently. evaluated_together: concurrent attempts of an evaluation.
+    needs for training. pinned: versions that an attempt, which keeps its first one, may be behind the newest; None:
+    attempts change versions. engine_capacity: attempts that the engines compute concurrently. evaluated_together:
+    concurrent attempts of an evaluation, enough to keep the engines full. train, held_out: the tasks.
     """
 
     seed: int
@@ -165,7 +167,7 @@ class LoopPlan:
     min_group_size: int
     max_staleness: int
     stale_policy: StalePolicy
-    pinned: bool
+    pinned: int | None
     max_concurrent_groups: int | None
     engine_capacity: int
     evaluated_together: int
@@ -177,6 +179,8 @@ class LoopPlan:
     failures: FailuresConfig
     evaluation: EvaluationConfig
     grading: Grading
+    train: Sequence[Task] = ()
+    held_out: Sequence[Task] = ()
 
     def is_last(self, update: int) -> bool:
         return update >= self.updates

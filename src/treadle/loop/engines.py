@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
@@ -28,7 +27,6 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
-from treadle.loop.thread_count import available_cores, default_threads
 from treadle.models.weights import adapter_weights
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -38,19 +36,6 @@ if TYPE_CHECKING:
     from treadle.engines.vllm.server import Started
 
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgment call, as rounding decides near-ties
-
-
-def use_threads(threads: int | None, parameters: int, ranks: int = 1, device: str = "cpu") -> int:
-    """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
-
-    threads: None for `default_threads` of a model of this size. ranks: processes that compute side by side, each with
-    as many threads. device: on a GPU kernels are not deterministic, because PyTorch lacks such a `cumsum`, which the
-    engine uses for sampling. Returns the number.
-    """
-    number = threads or default_threads(parameters, max(1, available_cores() // ranks))
-    torch.set_num_threads(number)
-    torch.use_deterministic_algorithms(device == "cpu")
-    return number
 
 
 async def check_engine(

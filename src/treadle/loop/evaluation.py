@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from treadle.core.draws import Stream
 from treadle.core.stop import StopRequest
-from treadle.core.types import Group, Task, Trajectory
+from treadle.core.types import Group, Trajectory
 from treadle.loop.config import LoopPlan
 from treadle.loop.failures import FailuresConfig, has_not_failed, reward_together
 from treadle.loop.stopping import check_evaluation
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 async def play_held_out(
     runner: RolloutRunner,
-    tasks: Sequence[Task],
     plan: LoopPlan,
     *,
     name: str,
@@ -36,14 +35,14 @@ async def play_held_out(
     on_trajectory: Callable[[], None],
     shaper: RewardShaper,
 ) -> list[Group]:
-    """Play `evaluation.attempts` at each task, in fixed concurrent cohorts, so that batches repeat.
+    """Play `evaluation.attempts` at each held-out task, in fixed concurrent cohorts, so that batches repeat.
 
     Failed attempts are handled as in training: `failures.causes`.
 
     name: prefix of group ids. update: keys the draws together with the seed. on_trajectory: called for each attempt
     that is not retried. shaper: applies group rewards.
     """
-    section, groups = plan.evaluation, list[Group]()
+    section, tasks, groups = plan.evaluation, plan.held_out, list[Group]()
     attempts, sampling = section.attempts_at(temperature), section.sampling(runner.sampling, temperature)
     retry_delay = partial(_retry_delay, plan.failures, attempts)
 
@@ -115,20 +114,14 @@ class Evaluator:
     """The evaluations of a run."""
 
     def __init__(
-        self,
-        plan: LoopPlan,
-        runner: RolloutRunner,
-        tasks: Sequence[Task],
-        store: RunStore,
-        reporter: Reporter,
-        shaper: RewardShaper,
+        self, plan: LoopPlan, runner: RolloutRunner, store: RunStore, reporter: Reporter, shaper: RewardShaper
     ) -> None:
-        self._plan, self._runner, self._tasks, self._shaper = plan, runner, tasks, shaper
+        self._plan, self._runner, self._shaper = plan, runner, shaper
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
         """Return the temperatures at which the current weights still need an evaluation; none without tasks."""
-        return pending_evaluations(self._plan, state) if self._tasks else []
+        return pending_evaluations(self._plan, state) if self._plan.held_out else []
 
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
         """Make the pending evaluations; return the state with their results.
@@ -141,10 +134,9 @@ class Evaluator:
             name = f"e{update:06d}" + ("g" if temperature == 0 else "")
             if times := self._store.ledger.times_evaluated(name):
                 name += f"r{times}"
-            reporter.begin("evaluation", len(self._tasks) * plan.evaluation.attempts_at(temperature))
+            reporter.begin("evaluation", len(plan.held_out) * plan.evaluation.attempts_at(temperature))
             playing = play_held_out(
                 self._runner,
-                self._tasks,
                 plan,
                 name=name,
                 update=update,

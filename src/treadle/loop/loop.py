@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from treadle.core.outcomes import dropped_steps, leave_out
-from treadle.core.stop import StopRequest, stopped
+from treadle.core.stop import stopped
 from treadle.core.trainer import Trainer, UpdateResult, WeightSync
-from treadle.core.types import DropReason, Group, Task
+from treadle.core.types import DropReason, Group
 from treadle.loop.config import LoopPlan
 from treadle.loop.evaluation import Evaluator
 from treadle.loop.groups import Batch, Groups
@@ -39,10 +39,24 @@ from treadle.rollout.rewards import RewardShaper
 from treadle.training.checkpoint import remove_others
 
 
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again. calls:
+    recorded calls of unfinished attempts, which continue with them.
+    """
+
+    state: LoopState = field(default_factory=LoopState)
+    restored: Mapping[int, Group] = field(default_factory=dict)
+    calls: Mapping[AttemptKey, Sequence[AnsweredCall]] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+
 class Loop:
     """Trains until `orchestration.updates`, a stop request or a stop condition.
 
     Invariant: `state` describes exactly the trainer's weights whenever a checkpoint is written.
+
+    weight_sync: publishes the trainer's weights to the engines used by `runner`. shaper: shaper of rewards.
     """
 
     def __init__(
@@ -50,25 +64,33 @@ class Loop:
         plan: LoopPlan,
         trainer: Trainer,
         weight_sync: WeightSync,
-        scheduler: RolloutScheduler,
-        evaluator: Evaluator,
-        checkpointer: Checkpointer,
-        reporter: Reporter,
-        stop: StopRequest,
+        runner: RolloutRunner,
+        shaper: RewardShaper,
+        store: RunStore,
+        callbacks: Callbacks,
+        start: StartingPoint,
     ) -> None:
-        self.plan, self.trainer, self.weight_sync, self.scheduler = plan, trainer, weight_sync, scheduler
-        self.evaluator, self.checkpointer, self.reporter = evaluator, checkpointer, reporter
-        self.stop, self.state = stop, LoopState()
+        self.plan, self.trainer, self.weight_sync = plan, trainer, weight_sync
+        self.stop, self.state, state = callbacks.stop, start.state, start.state
+        self.reporter = Reporter(plan.grading, callbacks, start.clock)
+        times_sampled = store.ledger.times_sampled()
+        backlog = Backlog(state.cursor, state.outstanding, start.restored, times_sampled, state.failed_tasks)
+        order = TaskOrder(plan.train, plan.seed, plan.shuffle)
+        queue = TaskQueue(order, plan.failures.task_limit, backlog)
+        groups = Groups(plan, queue, store, self.reporter)
+        concurrency = ConcurrencyController(plan.engine_capacity)
+        self.scheduler = RolloutScheduler(plan, queue, runner, groups, concurrency, shaper)
+        self.evaluator = Evaluator(plan, runner, store, self.reporter, shaper)
+        self.checkpointer = Checkpointer(plan, trainer, store, self.reporter)
 
-    async def run(self, state: LoopState) -> LoopState:
-        """Run from this state to the end, and return the last one.
+    async def run(self) -> LoopState:
+        """Run from the starting point to the end, and return the last state.
 
         Raises TrainingStopped (after a checkpoint if a stop condition was met), RunError or CheckpointError.
         """
-        self.state = state
         try:
-            await self.weight_sync.publish(state.version)
-            self.reporter.callbacks.publish(state.version)
+            await self.weight_sync.publish(self.state.version)
+            self.reporter.callbacks.publish(self.state.version)
             await self._evaluate()
             if self.checkpointer.saved is None:
                 await self._save()
@@ -201,44 +223,3 @@ class Checkpointer:
         if new:
             self._reporter.callbacks.checkpoint(folder / name, state.update)
         return state
-
-
-@dataclass(frozen=True, slots=True)
-class StartingPoint:
-    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again. calls:
-    recorded calls of unfinished attempts, which continue with them.
-    """
-
-    state: LoopState = field(default_factory=LoopState)
-    restored: Mapping[int, Group] = field(default_factory=dict)
-    calls: Mapping[AttemptKey, Sequence[AnsweredCall]] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
-
-
-def make_loop(
-    plan: LoopPlan,
-    train: Sequence[Task],
-    held_out: Sequence[Task],
-    trainer: Trainer,
-    weight_sync: WeightSync,
-    runner: RolloutRunner,
-    shaper: RewardShaper,
-    store: RunStore,
-    callbacks: Callbacks,
-    start: StartingPoint,
-) -> Loop:
-    """Return the loop that trains on `train`; `loop.run(start.state)` runs it.
-
-    weight_sync: publishes the trainer's weights to the engines used by `runner`. shaper: shaper of rewards.
-    """
-    reporter, state = Reporter(plan.grading, callbacks, start.clock), start.state
-    times_sampled = store.ledger.times_sampled()
-    backlog = Backlog(state.cursor, state.outstanding, start.restored, times_sampled, state.failed_tasks)
-    order = TaskOrder(train, plan.seed, plan.shuffle)
-    queue = TaskQueue(order, plan.failures.task_limit, backlog)
-    groups = Groups(plan, queue, store, reporter)
-    concurrency = ConcurrencyController(plan.engine_capacity)
-    scheduler = RolloutScheduler(plan, queue, runner, groups, concurrency, shaper)
-    evaluator = Evaluator(plan, runner, held_out, store, reporter, shaper)
-    checkpointer = Checkpointer(plan, trainer, store, reporter)
-    return Loop(plan, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)

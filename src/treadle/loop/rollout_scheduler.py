@@ -275,7 +275,7 @@ class RolloutScheduler:
     async def _ended(self, attempt: _Attempt) -> Trajectory:
         """Wait for an attempt; whether a failed one is retried is decided later, as are group rewards."""
         trajectory = await attempt.running
-        if self._plan.pinned:
+        if self._plan.pinned is not None:
             trajectory = of_one_version(trajectory)
         self._concurrency.observe(trajectory)
         if trajectory.failure is None and self._shaper.group is None:

@@ -9,24 +9,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treadle.core.errors import ConfigError
 from treadle.core.files import prove_files
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_tokenizer
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import base_directory, tokenizer_directory
+from treadle.models.model_files import (
+    GENERATION_CONFIG,
+    base_directory,
+    names_code,
+    read_generation_config,
+    tokenizer_directory,
+)
 from treadle.rendering.chat import ChatRenderer
 
-GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
@@ -70,18 +74,26 @@ def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTo
     return tokenizer, made
 
 
-def read_generation_config(directory: Path) -> dict[str, Any]:
-    """Return a model directory's generation_config.json; {} without one. Raises ConfigError."""
-    file = directory / GENERATION_CONFIG
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory.
+
+    Raises ConfigError; DamageError for files that do not match the directory's manifest (`core.files`).
+    """
+    # config.json names the tokenizer's class
+    prove_files(directory, (*TOKENIZER_FILES, "config.json"), remedy_for(directory))
     try:
-        data = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: expected an object, found {type(data).__name__}")
-    return data
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # A third-party library, which raises any exception for a damaged file.
+        if names_code(directory / "tokenizer_config.json"):
+            raise ConfigError(
+                f"the tokenizer in {str(directory)!r} brings its own code (auto_map in tokenizer_config.json), "
+                "which is never run; remove auto_map, and set tokenizer_class to PreTrainedTokenizerFast"
+            ) from error
+        raise ConfigError(f"the tokenizer in {str(directory)!r} cannot be loaded: {error}") from error
+    return tokenizer
 
 
 def end_tokens(generation_config: Mapping[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Building and loading Hugging Face models and tokenizers."""
+"""Building and loading Hugging Face models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from treadle.core.errors import ConfigError
 from treadle.core.files import prove_files, sha256_of
+from treadle.models.chat import load_tokenizer
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
 from treadle.models.model_files import (
@@ -32,33 +31,10 @@ from treadle.models.model_files import (
     require_model,
     tokenizer_directory,
 )
-from treadle.models.pretrained import load_pretrained, names_code
+from treadle.models.pretrained import load_pretrained
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a directory.
-
-    Raises ConfigError; DamageError for files that do not match the directory's manifest (`core.files`).
-    """
-    # config.json names the tokenizer's class
-    prove_files(directory, (*TOKENIZER_FILES, "config.json"), remedy_for(directory))
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        # A third-party library, which raises any exception for a damaged file.
-        if names_code(directory / "tokenizer_config.json"):
-            raise ConfigError(
-                f"the tokenizer in {str(directory)!r} brings its own code (auto_map in tokenizer_config.json), "
-                "which is never run; remove auto_map, and set tokenizer_class to PreTrainedTokenizerFast"
-            ) from error
-        raise ConfigError(f"the tokenizer in {str(directory)!r} cannot be loaded: {error}") from error
-    return tokenizer
 
 
 def file_sha256(path: Path) -> str:

@@ -21,6 +21,7 @@ SHIPPED_TOKENIZERS = {
 }
 """Special names for `model.tokenizer` -> directories of `treadle.recipes`."""
 
+GENERATION_CONFIG = "generation_config.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -148,3 +149,25 @@ def tokenizer_directory(config: ModelConfig) -> Path:
             )
         raise ConfigError(f"model.tokenizer: no tokenizer.json in {name!r}; give a directory that has one, or 'demo'")
     return directory
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """Return a model directory's generation_config.json; {} without one. Raises ConfigError."""
+    file = directory / GENERATION_CONFIG
+    try:
+        data = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: expected an object, found {type(data).__name__}")
+    return data
+
+
+def names_code(file: Path) -> bool:
+    """Return whether a model's or tokenizer's JSON requests Python code from its directory or a hub."""
+    try:
+        return "auto_map" in json.loads(file.read_bytes())
+    except (OSError, ValueError, TypeError):  # missing, or without such entries
+        return False

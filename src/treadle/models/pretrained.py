@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from treadle.core.errors import ConfigError
 from treadle.models.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    names_code,
 )
 from treadle.models.multimodal import is_multimodal, keep_language_part, keep_names
 
@@ -86,11 +86,3 @@ def _without_adapter(directory: Path) -> Iterator[Path]:
             if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 (Path(folder) / file.name).symlink_to(file.absolute())
         yield Path(folder)
-
-
-def names_code(file: Path) -> bool:
-    """Return whether a model's or tokenizer's JSON requests Python code from its directory or a hub."""
-    try:
-        return "auto_map" in json.loads(file.read_bytes())
-    except (OSError, ValueError, TypeError):  # missing, or without such entries
-        return False

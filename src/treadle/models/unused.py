@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treadle.models.chat import GENERATION_CONFIG, read_generation_config
 from treadle.models.config import ModelConfig
-from treadle.models.model_files import ADAPTER_CONFIG, base_directory
+from treadle.models.model_files import ADAPTER_CONFIG, GENERATION_CONFIG, base_directory, read_generation_config
 
 _TOWER = re.compile(r"(vision|visual|image|video|audio|speech)\w*_config")
 _NEUTRAL: Mapping[str, float] = {

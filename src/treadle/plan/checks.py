@@ -1,4 +1,4 @@
-"""Results of a dry run: each part it tried, and the memory that a run needs."""
+"""Results of a dry run."""
 
 from __future__ import annotations
 
@@ -8,29 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from treadle.core.errors import TreadleError
 from treadle.core.registry import extra_of, how_to_install
-from treadle.plan.inputs import FirstPrompt
 
 if TYPE_CHECKING:
+    from treadle.plan.memory import MemoryPart
+    from treadle.plan.start import FirstPrompt
     from treadle.rendering.chat import ChatRenderer
 
 T = TypeVar("T")
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
-
-    Letters: P weights of the model, A of its adapters, R of the reference, D of the teacher; T tokens of a micro-batch,
-    L layers, a of them with attention, m with an MLP, h hidden and i intermediate size, q and k widths of all query and
-    of all key heads, V vocabulary. For layers with states, in total (the largest one): S (s) bytes of a sequence's
-    states, C (c) bytes kept by autograd per token.
-    """
-
-    name: str
-    bytes: int
-    formula: str
-    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +44,12 @@ class DryRun:
     def missing(self) -> list[str]:
         return [check.name for check in self.checks if check.is_missing]
 
-    def attempt(self, name: str, work: Callable[[], tuple[T, str]]) -> T | None:
-        """Do the work, which returns a part and the check's text; return the part, None if it is missing."""
+    def attempt(self, name: str, work: Callable[[], T], describe: Callable[[T], str]) -> T | None:
+        """Try a part; return what the work makes, None if it is missing. describe: returns the check's text, if any."""
         if name in self.missing:
             return None
         try:
-            made, text = work()
+            made = work()
         except TreadleError as error:
             self._add(Check(name, str(error), is_missing=True))
         except ModuleNotFoundError as error:
@@ -73,15 +58,10 @@ class DryRun:
             how = f"{error.name} is not installed; {how_to_install(error.name)}"
             self._add(Check(name, how, is_missing=True))
         else:
-            # Otherwise more of this part will be tried.
-            if text:
+            if text := describe(made):
                 self._add(Check(name, text))
             return made
         return None
-
-    def look(self, name: str, work: Callable[[], object]) -> None:
-        """Do work that raises if a part needed later is missing."""
-        self.attempt(name, lambda: (work(), ""))
 
     def _add(self, check: Check) -> None:
         self.checks.append(check)

@@ -164,12 +164,6 @@ class RunConfig(Config):
         return self
 
     @property
-    def pinned(self) -> int | None:
-        """Return how many versions a pinned attempt may be behind the newest; None without pinning."""
-        lora = self.training.lora
-        return self.orchestration.max_staleness if lora is not None and lora.pin_attempts else None
-
-    @property
     def player(self) -> tuple[str, str]:
         """Return the player of tasks that name none: (kind, name), as `Task.player`."""
         return next(iter(named_players(self).items()), ("environment", self.reward))
@@ -189,40 +183,6 @@ class RunConfig(Config):
             self.rollout.longest_call,
             "cpu" if self.device == "auto" else self.device,
         )
-
-    def engine_in_training(self, may_wait: bool) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: on by default in a synchronous run.
-
-        may_wait: whether attempts may wait for others to end (`Players.may_wait`), which turns it off.
-        """
-        return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
-
-    def repeats(self, may_wait: bool) -> bool:
-        """Return whether a resumed run samples an interrupted batch again, in full, to get the same bits.
-
-        The bits depend on the shapes of all of the batch's lock-step waves and on the resulting KV cache, which
-        recorded answers cannot restore. may_wait: as in `engine_in_training`.
-        """
-        engine = self.engine_in_training(may_wait)
-        return self.orchestration.max_staleness == 0 and engine.kind != "vllm" and engine.lock_step is not False
-
-    def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: on by default, unless attempts may wait."""
-        lock_step = not may_wait if self.engine.lock_step is None else self.engine.lock_step
-        return self.engine.model_copy(update={"lock_step": lock_step})
-
-    @property
-    def engine_capacity(self) -> int:
-        return self.engine.capacity * self.placement.engines.count
-
-    @property
-    def evaluated_together(self) -> int:
-        """Return the number of concurrent attempts of an evaluation: enough to keep the engines full.
-
-        `orchestration.max_concurrent_groups` bounds them as in training.
-        """
-        groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
-        return enough if groups is None else min(enough, groups * self.training.group_size)
 
     @property
     def runtime(self) -> RuntimePlan:
@@ -245,20 +205,24 @@ class RunConfig(Config):
 
     @property
     def loop(self) -> LoopPlan:
-        section, batch = self.orchestration, self.training.updates_between_publications
+        """The loop's plan, without tasks."""
+        section, training, lora = self.orchestration, self.training, self.training.lora
+        batch, staleness = training.updates_between_publications, section.max_staleness
+        capacity = self.engine.capacity * self.placement.engines.count
+        groups, enough = section.max_concurrent_groups, max(256, capacity)
         return LoopPlan(
             seed=self.seed,
             updates=section.updates,
             batch=batch,
-            groups_per_batch=self.groups_per_batch,
-            group_size=self.training.group_size,
-            min_group_size=self.min_group_size,
-            max_staleness=section.max_staleness,
+            groups_per_batch=training.groups_per_batch,
+            group_size=training.group_size,
+            min_group_size=training.least_graded(estimators.needs_group(self.algorithm)),
+            max_staleness=staleness,
             stale_policy=section.stale_policy,
-            pinned=self.pinned is not None,
-            max_concurrent_groups=section.max_concurrent_groups,
-            engine_capacity=self.engine_capacity,
-            evaluated_together=self.evaluated_together,
+            pinned=staleness if lora is not None and lora.pin_attempts else None,
+            max_concurrent_groups=groups,
+            engine_capacity=capacity,
+            evaluated_together=enough if groups is None else min(enough, groups * training.group_size),
             checkpoint_every=section.checkpoint_every,
             retention=Retention(
                 section.keep_last, section.keep_every, section.keep_best, batch, self.evaluation.temperature
@@ -270,16 +234,6 @@ class RunConfig(Config):
             evaluation=self.evaluation,
             grading=self.grading,
         )
-
-    @property
-    def groups_per_batch(self) -> int:
-        """Groups trained between two weight publications."""
-        return self.training.tasks_per_update * self.training.updates_per_batch
-
-    @property
-    def min_group_size(self) -> int:
-        """Graded attempts that a group needs for training; by default 2 with a group baseline, otherwise 1."""
-        return self.training.least_graded(estimators.needs_group(self.algorithm))
 
 
 def recipe_names() -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from treadle.plan.config import RunConfig
 from treadle.plan.inputs import Inputs
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, calls_of_tools, play_all_at_random
+from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import (
     Demonstration,
     Demonstrations,
@@ -36,11 +38,14 @@ class Opened(NamedTuple):
     about: str = ""
 
 
-def check_demonstrations(config: RunConfig, inputs: Inputs, renderer: ChatRenderer) -> None:
-    """Raise ConfigError or DataError if there are no demonstrations, or the first cannot be rendered."""
+def check_demonstrations(
+    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]
+) -> WarmStartConfig | None:
+    """Render the first demonstration; return the section. Raises ConfigError or DataError if there are none."""
     if config.warm_start is not None:
         first = asyncio.run(open_demonstrations(config, inputs, most=64)).row(0)
         demonstrated_calls(first.messages, renderer, first.tools)
+    return config.warm_start
 
 
 async def open_demonstrations(config: RunConfig, inputs: Inputs, most: int | None = None) -> Opened:

@@ -21,18 +21,19 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one directory per GPU, independent
 def settled(config: RunConfig, before: RunConfig | None = None) -> RunConfig:
     """Return the configuration with device and precisions filled in, for storage.
 
-    before: configuration of the run to continue; its values are kept unless others are configured.
-    Raises ConfigError for a missing device (`check_device`).
+    before: configuration of the run to continue; its device, precisions and threads are kept unless others are
+    configured.
     """
     device: Device = before.device if before is not None and config.device == "auto" else config.device
-    precision, dtype = config.training.precision, config.engine.dtype
+    precision, dtype, threads = config.training.precision, config.engine.dtype, config.training.threads
     if before is not None:
         precision, dtype = precision or before.training.precision, dtype or before.engine.dtype
+        threads = threads or before.training.threads
     embedded = config.placement.kind == "embedded"
     if device == "auto":
         device = chosen(device, config.placement.learner.ranks) if embedded else "cpu"
     half = "bfloat16" if config.training.lora is None else "bfloat16_pure"
-    training = {"precision": precision or (half if has_bfloat16(device) else "float32")}
+    training = {"precision": precision or (half if has_bfloat16(device) else "float32"), "threads": threads}
     engine = settled_engine(config.engine.model_copy(update={"dtype": dtype}), device)
     return config.model_copy(
         update={"device": device, "training": config.training.model_copy(update=training), "engine": engine}

@@ -1,46 +1,39 @@
-"""The parts of a dry run that need torch: device, models, engine, drivers, the first prompt, memory and disk."""
+"""The parts of a dry run that need torch: device, models, engine, the checks of a start, memory and disk."""
 
 from __future__ import annotations
 
-import os
-import resource
-import shutil
-import sys
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from treadle.algorithms.config import AlgorithmConfig
-from treadle.core.errors import ConfigError, RunError, TreadleError
+from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
 from treadle.models.chat import load_chat
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.routing import Routers
-from treadle.models.states import StateMemory, state_memory
-from treadle.models.support import attending_layers, context_of, layer_kinds, why_not_packable
-from treadle.models.unused import unused_parts
-from treadle.models.weights import published, rest_of, trained, unique_weights
-from treadle.plan.checks import DryRun, Log, MemoryPart
+from treadle.models.support import context_of, why_not_packable
+from treadle.models.weights import trained
+from treadle.plan.checks import DryRun, Log
 from treadle.plan.config import RunConfig
-from treadle.plan.demonstrations import check_demonstrations
 from treadle.plan.device import check_device, describe_device, settled, unused_gpus
-from treadle.plan.inputs import FirstPrompt, Inputs, first_prompt
+from treadle.plan.inputs import Inputs
+from treadle.plan.memory import checkpoint_size, compare_disk, compare_memory, estimate_memory
+from treadle.plan.start import START, FirstPrompt
 from treadle.plan.validation import check_context
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
-from treadle.rollout.attempt import Players, open_drivers
-from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.config import WarmStartConfig
 from treadle.training.frozen import make_reference
-from treadle.training.lm_head import CHUNK_BYTES
 from treadle.training.make import reach_teacher
+
+if TYPE_CHECKING:
+    from treadle.training.teacher_server import TeacherServer
 
 _LOOKED_AT = 1000  # tasks to search for the longest prompt
 
@@ -50,38 +43,39 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
 
     inputs: None if they are missing.
     """
-    config = settled(config)
-    kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
-    distillation = config.algorithm.distillation
-    served = distillation is not None and distillation.is_served
-    taught_by = None if distillation is None or served else distillation.teacher
-    result.attempt("device", lambda: _device(config))
-    result.renderer = renderer = result.attempt("tokenizer", lambda: _chat(config))
-    model = result.attempt("model", lambda: _model(config, renderer))
-    reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
-    teacher = result.attempt("teacher", lambda: _teacher(config, taught_by, model)) if taught_by else None
-    if served:
-        result.attempt("teacher", lambda: _served_teacher(config))
-    result.attempt("engine", lambda: _engine(config, model, log))
-    if inputs is not None and inputs.players.drivers and renderer is not None:
-        result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
+    config, attempt = settled(config), result.attempt
+    kl, distillation, ranks = config.algorithm.kl, config.algorithm.distillation, config.placement.learner.ranks
+    other = None if kl is None else kl.model
+    taught_by = None if distillation is None or distillation.is_served else distillation.teacher
+    attempt("device", partial(_device, config), str)
+    result.renderer = renderer = attempt("tokenizer", partial(_chat, config), partial(_describe_chat, config))
+    model = attempt("model", partial(_model, config, renderer), partial(_describe_model, config))
+    reference = teacher = None
+    if other:
+        reference = attempt("reference", partial(_reference, config, model), partial(_describe_reference, other))
+    if taught_by:
+        teacher = attempt("teacher", partial(_teacher, config, model), partial(_describe_teacher, taught_by))
+    elif distillation is not None and distillation.is_served:
+        longest = config.rollout.longest_call
+        attempt("teacher", partial(reach_teacher, distillation, config.model, longest), _describe_server)
+    attempt("engine", partial(_engine, config, model, log), str)
     if inputs is not None and renderer is not None:
-        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
-    if (section := config.warm_start) is not None and inputs is not None and renderer is not None:
-        result.attempt("warm start", lambda: _demonstrations(config, section, inputs, renderer))
-    if model is not None and (reference is not None or not kl_model) and (teacher is not None or not taught_by):
+        for name, check in START.items():
+            made = attempt(name, partial(check, inputs, renderer, config, log), partial(_describe_start, config, name))
+            result.prompt = made if isinstance(made, FirstPrompt) else result.prompt
+    if model is not None and (reference is not None or not other) and (teacher is not None or not taught_by):
         prompt = _longest_prompt(config, inputs, renderer)
         result.memory = estimate_memory(config, model, reference, teacher, prompt)
-        result.attempt("memory", lambda: _memory(result.memory, config.placement.learner.ranks))
-        result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
+        attempt("memory", partial(compare_memory, result.memory, ranks), str)
+        attempt("disk", partial(compare_disk, config, checkpoint_size(config, model, reference), runs), str)
 
 
-def _device(config: RunConfig) -> tuple[object, str]:
+def _device(config: RunConfig) -> str:
     ranks = config.placement.learner.ranks
     if config.placement.kind != "embedded":
-        return None, describe_device(config)
+        return describe_device(config)
     check_device(config.device, ranks)
-    return None, "; ".join(filter(None, (describe_device(config), unused_gpus(config.device, config.engine, ranks))))
+    return "; ".join(filter(None, (describe_device(config), unused_gpus(config.device, config.engine, ranks))))
 
 
 def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRenderer | None) -> int | None:
@@ -98,355 +92,84 @@ def _characters(task: Task) -> int:
     return sum(len(message["content"]) for message in task.prompt)
 
 
-def _chat(config: RunConfig) -> tuple[ChatRenderer, str]:
-    directory = tokenizer_directory(config.model)
-    renderer = load_chat(config.model, None)[1]
+def _chat(config: RunConfig) -> ChatRenderer:
+    return load_chat(config.model, None)[1]
+
+
+def _describe_chat(config: RunConfig, renderer: ChatRenderer) -> str:
     ends = [renderer.decode([ident]) for ident in renderer.stop_ids]
     verb = "ends" if len(ends) == 1 else "end"
-    return renderer, f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
+    return f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {tokenizer_directory(config.model)}"
 
 
-def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrainedModel, str]:
+def _model(config: RunConfig, renderer: ChatRenderer | None) -> PreTrainedModel:
     if renderer is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
         raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
     vocabulary = 0 if renderer is None else renderer.vocabulary
     model = make_model(config.model, vocabulary, config.seed, weights=False, lora=config.training.lora)
     if config.training.routing_replay:
         Routers.of(model)
-    text = model.config.get_text_config()
-    check_context(config, context_of(text))
+    check_context(config, context_of(model.config.get_text_config()))
+    return model
+
+
+def _describe_model(config: RunConfig, model: PreTrainedModel) -> str:
     where = "built from the seed" if config.model.build else str(base_directory(config.model))
     reason = why_not_packable(model.config)
     packing = f"; trained with packing 'step': {reason}" if reason else ""
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     if config.training.lora is not None:
         size += f", of which {sum(p.numel() for _, p in trained(model)):,} are trained"
-    unused = "".join(f"; not used: {part}" for part in unused_parts(config.model, config.rollout.model_dump()))
-    return (
-        model,
-        f"{model.config.model_type}, {size}, context {context_of(text):,}; {where}{packing}{unused}",
-    )
+    context = context_of(model.config.get_text_config())
+    return f"{model.config.model_type}, {size}, context {context:,}; {where}{packing}"
 
 
-def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
-    directory = str(require_model(kl_model, "algorithm.kl.model"))
+def _reference(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedModel:
+    assert config.algorithm.kl is not None and config.algorithm.kl.model is not None
     if model is None:
         raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
-    reference = load_frozen(kl_model, "algorithm.kl.model", model, weights=False)
-    make_reference(algorithm.kl, model, reference)  # checks it
-    return reference, directory
+    reference = load_frozen(config.algorithm.kl.model, "algorithm.kl.model", model, weights=False)
+    make_reference(config.algorithm.kl, model, reference)  # checks it
+    return reference
 
 
-def _teacher(config: RunConfig, path: str, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
+def _describe_reference(path: str, reference: PreTrainedModel) -> str:
+    return str(require_model(path, "algorithm.kl.model"))
+
+
+def _teacher(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedModel:
+    assert config.algorithm.distillation is not None and config.algorithm.distillation.teacher is not None
     if model is None:
         raise ConfigError("algorithm.distillation.teacher cannot be compared with the model, which is missing")
-    teacher = load_teacher(path, config.model, model, weights=False)
+    return load_teacher(config.algorithm.distillation.teacher, config.model, model, weights=False)
+
+
+def _describe_teacher(path: str, teacher: PreTrainedModel) -> str:
     directory = require_model(path, "algorithm.distillation.teacher")
-    return teacher, f"{sum(p.numel() for p in teacher.parameters()):,} parameters; {directory}"
+    return f"{sum(p.numel() for p in teacher.parameters()):,} parameters; {directory}"
 
 
-def _served_teacher(config: RunConfig) -> tuple[object, str]:
-    assert config.algorithm.distillation is not None
-    server = reach_teacher(config.algorithm.distillation, config.model, config.rollout.longest_call)
-    return server, f"{server.url}, up to {server.context} tokens"
+def _describe_server(server: TeacherServer) -> str:
+    return f"{server.url}, up to {server.context} tokens"
 
 
-def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple[object, str]:
+def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> str:
     if config.engine.kind == "vllm":
         from treadle.engines.vllm.engine import describe_servers  # httpx, which only this needs
 
-        longest = config.rollout.longest_call
-        return None, run_event_loop(describe_servers(config.engine, longest), log)
+        return run_event_loop(describe_servers(config.engine, config.rollout.longest_call), log)
     reason = why_not_packable(model.config) if config.engine.kind == "torch" and model is not None else None
     slower = f"; call by call, which is slower: {reason}" if reason else ""
-    text = f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once"
-    return None, text + slower
+    return f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once{slower}"
 
 
-def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:
-    """Open the attempt drivers, have each describe the player of its first task, and close them again."""
-    only = Players(drivers=inputs.players.drivers)
-
-    async def opened() -> list[str]:
-        async with open_drivers(renderer, only, config.rollout) as drivers:
-            return [await _described(name, drivers["driver", name], inputs) for name in only.drivers]
-
-    return None, "; ".join(run_event_loop(opened(), log))
-
-
-async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
-    played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
-    # A driver need not inherit the method.
-    describe = getattr(driver, "describe", None)
-    return (played and describe and await describe(played)) or f"{name} can be started"
-
-
-def _prompt(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
-    prompt = first_prompt(inputs, renderer, config, log)
-    if prompt is None:
-        return None, "not known before an agent program, a driver or another role of the policy makes it"
-    limit = config.rollout.max_input_tokens
-    return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
-
-
-def _demonstrations(
-    config: RunConfig, section: WarmStartConfig, inputs: Inputs, renderer: ChatRenderer
-) -> tuple[object, str]:
-    check_demonstrations(config, inputs, renderer)
-    return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
-
-
-def _memory(parts: list[MemoryPart], ranks: int) -> tuple[object, str]:
-    """Compare needed with available memory on this machine, and on its GPUs, if used."""
-    texts: list[str] = []
-    lacking: MemoryPart | None = None
-    for on_gpu in (True, False):
-        there = [part for part in parts if part.on_gpu is on_gpu]
-        if not there:
-            continue
-        needed = sum(part.bytes for part in there)
-        available = gpu_memory(ranks) if on_gpu else machine_memory()
-        here = "" if available is None else f", of {_size(available)} here"
-        texts.append(f"about {_size(needed)} {'on the GPU ' if on_gpu else ''}at the peak{here}")
-        if available is not None and needed > available:
-            lacking = lacking or max(there, key=lambda part: part.bytes)
-    text = "; ".join(texts)
-    if lacking is not None:
-        raise ConfigError(
-            f"{text}; most for {lacking.name} ({_size(lacking.bytes)}): take a smaller model, or lower "
-            "training.max_tokens_per_microbatch or engine.batch; training.gradient_checkpointing=true needs less, too"
-        )
-    return None, text
-
-
-def _disk(config: RunConfig, checkpoint: int, runs: Path) -> tuple[object, str]:
-    section = config.orchestration
-    number = section.keep_last + (section.keep_best is not None) + 1
-    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
-    free, needed = shutil.disk_usage(folder).free, number * checkpoint
-    text = f"{number} checkpoints of {_size(checkpoint)} each, {_size(free)} free at {folder}"
-    if free < needed:
-        raise RunError(f"{text}; free some space, lower orchestration.keep_last or choose another --runs directory")
-    return None, text
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
-
-
-_FLOAT32 = 4
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-def estimate_memory(
-    config: RunConfig,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    teacher: PreTrainedModel | None = None,
-    prompt: int | None = None,
-) -> list[MemoryPart]:
-    """Estimate the peak memory of the run's own processes, in bytes; vLLM's servers are not included.
-
-    model, reference, teacher: shapes suffice. prompt: length of the longest one in tokens, if an attempt is a reply to
-    it. Weights and optimizer, of all ranks together, are exact, the engine's cache is its maximum size, micro-batches
-    are as large as settings allow, and activations are an estimate for decoders with gated MLPs (for Llama and Qwen: 2%
-    below to 25% above the memory kept by autograd). Layers with states are measured (`states.state_memory`).
-    """
-    moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
-    served = sum(t.numel() for _, t in published(model)) * _FLOAT32
-    lora = config.training.lora is not None
-    base = sum(t.numel() for t in unique_weights(model).values()) * _FLOAT32 - served if lora else 0
-    if config.training.precision == "bfloat16_pure":
-        base //= 2
-    weights, letter = base + served, "A" if lora else "P"
-    ranks, resident = config.placement.learner.ranks, _resident_bytes()
-    host = [MemoryPart("Python and libraries", resident, "this process now")]
-    if ranks > 1:
-        host.append(MemoryPart("the ranks' own", ranks * resident, f"{ranks} x as much as this process now"))
-    if on_gpu := config.device == "cuda":
-        host.append(MemoryPart("weights while they are read", 2 * weights, "2 x the learner's, before they are moved"))
-    parts = [
-        MemoryPart("weights", weights, "the base's, and 4 bytes x A" if lora else "4 bytes x P"),
-        MemoryPart("gradients", moved, f"4 bytes x {letter}"),
-        MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
-    ]
-    if config.algorithm.kl is not None:
-        other = model if reference is None else reference
-        size = sum(t.numel() for _, t in published(other)) * _FLOAT32
-        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
-    if teacher is not None:
-        parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
-    elif _keeps_teacher(config):
-        parts.append(MemoryPart("teacher", served, f"4 bytes x {letter}, a copy"))
-    states = state_memory(model, "cuda" if on_gpu and torch.cuda.is_available() else "meta")
-    engine, staged = _engine_parts(config, model, base, served, prompt, states)
-    parts += [*engine, *_activations(config, model, prompt, states)]
-    return [*host, *staged, *(replace(part, on_gpu=on_gpu) for part in parts)]
-
-
-def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
-    """Return the approximate size of a checkpoint on disk: weights, two moments, and its reference and teacher."""
-    beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
-    modules = (model, *beside, *([model] * _keeps_teacher(config)))
-    moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
-    rest = sum(tensor.nbytes for tensor in rest_of(model).values())
-    return rest + _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
-
-
-def _keeps_teacher(config: RunConfig) -> bool:
-    """Return whether the teacher is an earlier policy, kept in memory and in checkpoints."""
-    section = config.algorithm.distillation
-    return section is not None and section.teacher is None and section.weights != "current"
-
-
-def machine_memory() -> int:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # missing, or "max"
-            limits.append(int(file.read_text()))
-    return min(limits)
-
-
-def gpu_memory(number: int) -> int | None:
-    """Return the total bytes of this many GPUs on this machine; None if it has fewer."""
-    if torch.cuda.device_count() < number:
-        return None
-    return sum(int(torch.cuda.get_device_properties(n).total_memory) for n in range(number))
-
-
-def _resident_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _engine_parts(
-    config: RunConfig, model: PreTrainedModel, base: int, served: int, prompt: int | None, states: StateMemory
-) -> tuple[list[MemoryPart], list[MemoryPart]]:
-    """Return the memory where the engine computes, and the memory in this machine in any case.
-
-    base: size of an adapter's base, which an engine in the learner's process shares if it has the same dtype.
-    """
-    engine, size = config.engine, 4 if config.engine.dtype_name == "float32" else 2
-    letter, copy = "A" if base else "P", served * size // _FLOAT32
-    if engine.kind != "torch":
-        return [], [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
-    apart = engine.own_process or config.placement.learner.ranks > 1
-    half = config.training.precision == "bfloat16_pure"
-    if apart or half != (size == 2):
-        copy += base * size // (2 if half else _FLOAT32)
-    parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
-    staged = [MemoryPart("weights on their way to it", served, f"4 bytes x {letter}")] if apart else []
-    widths = _widths(model.config)
-    if widths is not None:
-        longest = config.rollout.longest_call if prompt is None else prompt + config.rollout.max_completion_tokens
-        limit, sessions = int(engine.cache_gib * 2**30), _open_attempts(config)
-        cache = min(limit, sessions * (longest * widths.cached * size + 2 * states.state))
-        each = f"{longest} tokens x a x 2k x {size} bytes"
-        each = f"({each} + 2 S)" if states.state else each
-        formula = f"at most {sessions} sessions x {each}, and {limit / 2**30:g} GiB"
-        parts.append(MemoryPart("the engine's KV cache", cache, formula))
-    return parts, staged
-
-
-def _open_attempts(config: RunConfig) -> int:
-    """Return the maximum number of concurrent attempts, in training or an evaluation."""
-    size, groups = config.training.group_size, config.orchestration.max_concurrent_groups
-    evaluated = 0 if config.data.held_out is None else config.evaluated_together
-    wanted = config.groups_per_batch * size
-    training = max(wanted, config.engine.batch) if config.orchestration.max_staleness else wanted
-    return max(training if groups is None else min(training, groups * size), evaluated)
-
-
-def _tokens_of_pass(config: RunConfig, prompt: int | None) -> int:
-    """Return the maximum tokens of one pass: a full micro-batch, or all attempts of an update or of the warm start."""
-    training, rollout = config.training, config.rollout
-    if config.agent or config.driver:  # the number of calls is unknown
-        return training.max_tokens_per_microbatch
-    if prompt is None:
-        group = training.group_size * rollout.max_steps * rollout.longest_call
-    else:
-        shared = training.packing == "tree" and training.sharing != "trajectory"
-        prompts = prompt if shared else prompt * training.group_size
-        group = prompts + training.group_size * rollout.max_completion_tokens
-    warm = 0 if config.warm_start is None else config.warm_start.batch_size * rollout.longest_call
-    return min(training.max_tokens_per_microbatch, max(training.tasks_per_update * group, warm))
-
-
-def _activations(
-    config: RunConfig, model: PreTrainedModel, prompt: int | None, states: StateMemory
-) -> list[MemoryPart]:
-    text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
-    tokens, each = _tokens_of_pass(config, prompt), f"{ranks} ranks x " if ranks > 1 else ""
-    logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
-    parts = [MemoryPart("logits", logits, f"{each}4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
-    if (widths := _widths(model.config)) is not None:
-        block, mlp = 8 * widths.hidden, 4 * widths.intermediate
-        attention = [3 * queries + 4 * keys for queries, keys in widths.attention]
-        kept = _FLOAT32 * (widths.layers * block + widths.mlps * mlp + sum(attention)) + states.kept
-        formula = "T x ((8 L h + 4 m i + a (3q + 4k)) x 4 bytes + C)"
-        if training.gradient_checkpointing:
-            one = max(_FLOAT32 * max(attention, default=0), states.one_kept)
-            kept = _FLOAT32 * (widths.layers * widths.hidden + block + mlp) + one
-            formula = "T x ((L h + 8h + 4i) x 4 bytes + the larger of (3q + 4k) x 4 bytes and c)"
-        parts.append(MemoryPart("activations", ranks * tokens * kept, f"about {each}{formula}, T {tokens}"))
-    if states.state and why_not_packable(model.config) is None:
-        ends = _ends_of_pass(config, tokens)
-        state = states.one_state if training.gradient_checkpointing else states.state
-        formula = f"at most {each}{ends} ends of calls x 2 {'s' if training.gradient_checkpointing else 'S'}"
-        parts.append(MemoryPart("states", ranks * ends * 2 * state, formula))
-    return parts
-
-
-def _ends_of_pass(config: RunConfig, tokens: int) -> int:
-    """Return the number of calls in a pass with states that others begin with, for completions of maximum length."""
-    training, rollout = config.training, config.rollout
-    calls = training.tasks_per_update * training.group_size * rollout.max_steps
-    return min(calls, max(1, tokens // rollout.max_completion_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class _Widths:
-    """L, m, h and i (of all experts of a token); q and k of each layer with attention."""
-
-    layers: int
-    mlps: int
-    hidden: int
-    intermediate: int
-    attention: list[tuple[int, int]]
-
-    @property
-    def cached(self) -> int:
-        """Return the numbers per token in the engine's cache."""
-        return sum(2 * keys for _, keys in self.attention)
-
-
-def _widths(config: PretrainedConfig) -> _Widths | None:
-    text, attending = config.get_text_config(), sorted(attending_layers(config))
-    layers, hidden = _number(text, "num_hidden_layers"), _number(text, "hidden_size")
-    intermediate = _number(text, "intermediate_size")
-    heads = [_heads(text.per_layer_config[layer]) for layer in attending]
-    attention = [each for each in heads if each is not None]
-    if layers is None or hidden is None or (intermediate is None and attending) or len(attention) < len(attending):
-        return None
-    # Nemotron-H's blocks with only an MLP.
-    blocks = [kind for kind in layer_kinds(text) if kind in ("mlp", "moe")]
-    expert = _number(text, "moe_intermediate_size") or (_number(text, "num_local_experts") and intermediate)
-    if expert and set(blocks) != {"mlp"}:
-        shared = _number(text, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size") or 0
-        intermediate = expert * (_number(text, "num_experts_per_tok", "top_k_experts") or 1) + shared
-    return _Widths(layers, len(blocks) or layers, hidden, intermediate or 0, attention)
-
-
-def _heads(layer: PretrainedConfig) -> tuple[int, int] | None:
-    """Return q and k of a layer; its configuration may differ from the others'."""
-    heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size") or 0
-    if not heads:
-        return None
-    size = _number(layer, "head_dim") or hidden // heads
-    return heads * size, (_number(layer, "num_key_value_heads") or heads) * size
-
-
-def _number(config: PretrainedConfig, *names: str) -> int | None:
-    """Return the first of these in a configuration."""
-    first: Any = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-    return first if isinstance(first, int) else None
+def _describe_start(config: RunConfig, name: str, made: object) -> str:
+    match made:
+        case FirstPrompt(task_id, ids):
+            return f"{len(ids)} tokens of at most {config.rollout.max_input_tokens}, of task {task_id}"
+        case WarmStartConfig(steps=steps, batch_size=size, demonstrations=source):
+            return f"{steps} steps of {size} demonstrations of {source}"
+        case list():
+            return "; ".join(made)
+    unknown = "not known before an agent program, a driver or another role of the policy makes it"
+    return unknown if name == "first prompt" else ""

@@ -5,37 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from treadle.core.config_diff import changes
-from treadle.core.errors import ConfigError, DataError, RunError, TrajectoryFailure
+from treadle.core.errors import ConfigError, DataError, RunError
 from treadle.core.files import read_proven
-from treadle.core.types import Ids, Message, Task
+from treadle.core.types import Task
 from treadle.data.config import SourceConfig, sources_of
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
 from treadle.plan.config import RunConfig, config_of, is_registered
 from treadle.plan.other_models import make_models
-from treadle.plan.validation import check_changes, check_config, check_context
+from treadle.plan.validation import check_changes, check_config
 from treadle.record.checkpoint_retention import find_checkpoint
 from treadle.record.run_directory import RunDirectory
-from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.conversation import Conversation, check_turns
-from treadle.rendering.replies import Tool
 from treadle.report.callback import Callback
 from treadle.report.callbacks import load_callbacks
 from treadle.rollout.agents.agent import load_agent
-from treadle.rollout.attempt import CHECK, Players, open_drivers, user_code
+from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.driver import load_driver
-from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
-from treadle.rollout.isolation.event_loop import run, watched_event_loop
-from treadle.rollout.other_models import AttemptModels, PolicyCopy
-from treadle.rollout.random_calls import RANDOM_CALLS
-from treadle.training.demonstrations import load_demonstrations
+from treadle.rollout.drivers.environment import EnvironmentFactory, check_metrics
+from treadle.rollout.other_models import PolicyCopy
 
 T = TypeVar("T")
 Split = Literal["train", "held_out"]
@@ -109,7 +102,6 @@ def load_inputs(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Inputs
     callbacks: beside those configured. Raises ConfigError or DataError.
     """
     check_config(config)
-    check_demonstration(config)
     return replace(load_data(config), callbacks=load_callbacks(config.callbacks, callbacks))
 
 
@@ -118,12 +110,6 @@ def load_data(config: RunConfig) -> Inputs:
     configured = configured_players(config)
     train, held_out = (load_split(config, split, configured.environments) for split in SPLITS)
     return make_inputs(train, held_out, configured)
-
-
-def check_demonstration(config: RunConfig) -> None:
-    """Make the first demonstration of the warm start, if any. Raises ConfigError or DataError."""
-    if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
-        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
 
 
 def load_held_out(config: RunConfig) -> Inputs:
@@ -232,140 +218,6 @@ def load_context(config: RunConfig, environments: Mapping[str, EnvironmentFactor
     """Return the settings common to all sources of a run. Raises ConfigError for unknown names."""
     known = _environments(config) if environments is None else environments
     return LoadContext(config.data.columns, config.player, known, config.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstPrompt:
-    """The prompt of a task's first call, int32[T], as the model will see it."""
-
-    task_id: str
-    ids: Ids
-
-
-def check_first_prompts(
-    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, log: Callable[[str], None]
-) -> None:
-    """Raise ConfigError if prompts and completions exceed the model's context, or as `first_prompt` does."""
-    check_context(config, context)
-    first_prompt(inputs, renderer, config, log)
-
-
-def check_drivers(players: Players, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Open the attempt drivers and close them again, to raise their errors before a warm start or an engine's start."""
-    if not players.drivers:
-        return
-
-    async def opened() -> None:
-        async with open_drivers(renderer, Players(drivers=players.drivers), config.rollout):
-            pass
-
-    run(opened(), log)
-
-
-def first_prompt(
-    inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]
-) -> FirstPrompt | None:
-    """Return the prompt of the first task with an environment that resets; None if an agent, a driver or another role
-    of the policy makes it.
-
-    log: receives lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
-    three can be reset, if one refuses its options, may wait longer than `rollout.environment_timeout` or needs more
-    calls than `rollout.max_steps`, or if the prompt is longer than `rollout.max_input_tokens` or the mark of
-    `rollout.compaction`. Agents are not started: their first prompt is unknown.
-    """
-    problems = []
-    tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
-    for task in islice(tasks, 3):
-        try:
-            first = run(_first(inputs.players, task, config, log), log)
-        except TrajectoryFailure as failure:
-            problems.append(f"task {task.task_id}: {failure}")
-            continue
-        if first is None:
-            return None
-        messages, tools, parsed = first
-        if tools:
-            name, parse = task.environment, renderer.parser(config.rollout.reply_parser) if parsed else None
-            if problem := renderer.tools_problem(tools, parse):
-                raise ConfigError(f"environment {name!r} has tools, but {problem}")
-            for line in renderer.tools_notes(tools):
-                log(line)
-            if config.rollout.conversation == "single_message":
-                raise ConfigError(
-                    f"environment {name!r} has tools, with answers as separate messages, but "
-                    "rollout.conversation is 'single_message'; leave it out"
-                )
-        try:
-            ids = Conversation(renderer).render(messages, tools).ids
-        except DataError as error:
-            if not tools:
-                raise
-            raise ConfigError(
-                f"environment {task.environment!r} has tools, but {error}; use a model that supports tools: with "
-                "model.chat_template=qwen3_keep_thoughts any of ChatML, or the recipe tools-small, a small one from "
-                "scratch"
-            ) from error
-        if len(ids) > config.rollout.max_input_tokens:
-            raise ConfigError(
-                f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.max_input_tokens is "
-                f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
-            )
-        if config.rollout.compaction is not None and len(ids) > (mark := config.rollout.compaction_mark):
-            raise ConfigError(
-                f"the first prompt of task {task.task_id} has {len(ids)} tokens, and rollout.compaction.at is {mark}: "
-                "every turn would be summarized; raise it"
-            )
-        check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
-        return FirstPrompt(task.task_id, ids)
-    if problems:
-        raise ConfigError("no environment could be started; " + "; ".join(problems))
-    return None
-
-
-async def _first(
-    players: Players, task: Task, config: RunConfig, log: Callable[[str], None]
-) -> tuple[list[Message], Sequence[Tool], bool] | None:
-    """Return the first messages of an attempt at the task, its tools, and whether it takes parsed replies.
-
-    None if they depend on the policy in another role.
-    """
-    user = user_code(task, "as a check")
-    factory, models = players.environments[task.environment], {name: make() for name, make in players.models.items()}
-    called = AttemptModels(models, None, CHECK)
-    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout, called)
-    with watched_event_loop(log):
-        try:
-            await _make(environment, task.environment, config)
-            messages = await environment.reset(task.copy())
-            return messages, environment.tools, environment.takes_reply
-        except TrajectoryFailure:
-            if called.asked_early:
-                return None
-            raise
-        finally:
-            # Its errors are only warnings, as in an attempt.
-            await environment.close()
-            user.release()
-            for model in models.values():
-                await model.close()
-
-
-async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) -> None:
-    """Construct it. Raises ConfigError for options refused by its constructor, and a time limit too short."""
-    try:
-        await environment.make()
-    except TrajectoryFailure as failure:
-        if not isinstance(failure.__cause__, ConfigError):
-            raise
-        has_options = config.environment_options and name == config.environment
-        where = f"{'environment_options of' if has_options else 'environment'} {name!r}"
-        raise ConfigError(f"{where}: {failure.__cause__}") from failure
-    waits, limit = environment.longest_wait, config.rollout.environment_timeout
-    if waits >= limit:
-        raise ConfigError(
-            f"rollout.environment_timeout is {limit:g} s, but environment {name!r} itself waits up to {waits:g} s: an "
-            "outage would end as a time-out; raise it above that, or have it wait for less (environment_options)"
-        )
 
 
 DATA = "data.json"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 from treadle.algorithms.config import is_url
 from treadle.core.config import as_override
@@ -13,28 +14,47 @@ from treadle.core.errors import ConfigError
 from treadle.core.registry import check_name, how_to_install
 from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
-from treadle.models.model_files import check_model_files, require_model
+from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.plan.config import RunConfig
 from treadle.plan.other_models import check_models
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
+from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.rollout.rewards import load_group_reward, load_shaping
 from treadle.training.config import check_algorithm
+from treadle.training.demonstrations import load_demonstrations
 from treadle.training.teacher_prompts import load_context
 
 
 def check_config(config: RunConfig) -> None:
-    check_settings(config)
-    check_engine_config(config.engine, config.training.routing_replay)
-    check_model_files(config.model)
-    if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
-        require_model(config.algorithm.kl.model, "algorithm.kl.model")
-    section = config.algorithm.distillation
-    if section is not None and section.teacher is not None and not section.is_served:
-        require_model(section.teacher, "algorithm.distillation.teacher")
-    context = (config.model.build or {}).get("max_position_embeddings")
-    if isinstance(context, int):
-        check_context(config, context)
+    """Raise ConfigError, DataError or DownloadError for a configuration that no run could start with."""
+    for _, check in checks(config):
+        check()
+
+
+def checks(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the checks of a configuration by itself, each with the part of the run that it is about."""
+    model, kl, distillation, warm_start = (
+        config.model,
+        config.algorithm.kl,
+        config.algorithm.distillation,
+        config.warm_start,
+    )
+    yield "settings", partial(check_settings, config)
+    yield "engine", partial(check_engine_config, config.engine, config.training.routing_replay)
+    if model.build is None:
+        yield "model", partial(base_directory, model)
+    yield "tokenizer", partial(tokenizer_directory, model)
+    yield "tokenizer", partial(require_template, model.chat_template, "model.chat_template")
+    if kl is not None and kl.model is not None:
+        yield "reference", partial(require_model, kl.model, "algorithm.kl.model")
+    if distillation is not None and distillation.teacher is not None and not distillation.is_served:
+        yield "teacher", partial(require_model, distillation.teacher, "algorithm.distillation.teacher")
+    if isinstance(context := (model.build or {}).get("max_position_embeddings"), int):
+        yield "model", partial(check_context, config, context)
+    if warm_start is not None and warm_start.demonstrations != RANDOM_CALLS:
+        load = partial(load_demonstrations, warm_start.demonstrations, warm_start.options, config.seed)
+        yield "warm start", lambda: load()(0)
 
 
 def check_settings(config: RunConfig) -> None:

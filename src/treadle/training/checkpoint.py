@@ -40,9 +40,8 @@ from treadle.core.files import (
     remove_at_once,
     sha256_of,
 )
-from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
-from treadle.models.loading import TOKENIZER_FILES
-from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from treadle.models.chat import TOKENIZER_FILES, end_tokens
+from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, read_generation_config
 from treadle.models.tensor_file import write_tensors
 from treadle.models.weights import CONFIG_NOT_COMPARED, adapter_weights, gathered, rest_of, saved, trained
 from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards

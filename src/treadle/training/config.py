@@ -93,8 +93,16 @@ class TrainingConfig(Config):
         """Return the number of optimizer updates per batch, after which weights are published."""
         return self.updates_per_batch * self.epochs_per_batch
 
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups trained between two weight publications."""
+        return self.tasks_per_update * self.updates_per_batch
+
     def least_graded(self, by_group: bool) -> int:
-        """Return the number of graded attempts a group needs. by_group: whether the advantage compares them."""
+        """Return the number of graded attempts a group needs: by default 2 with a group baseline, otherwise 1.
+
+        by_group: whether the advantage compares them.
+        """
         return self.min_group_size or (min(2, self.group_size) if by_group else 1)
 
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from treadle.algorithms.config import DistillationConfig
 from treadle.core.errors import ConfigError
 from treadle.engines.compute import Compute
-from treadle.models.chat import load_chat
+from treadle.models.chat import load_chat, load_tokenizer
 from treadle.models.config import LoraConfig, ModelConfig
-from treadle.models.loading import load_frozen, load_teacher, load_tokenizer, make_model
+from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.models.support import context_of
 from treadle.training.checkpoint_shards import read_sharded

@@ -29,8 +29,8 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.loop.engines import EngineSpec, open_torch
+from treadle.models.chat import load_tokenizer
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_tokenizer
 from treadle.models.model_files import tokenizer_directory
 from treadle.plan.config import load_recipe
 from treadle.plan.inputs import load_inputs

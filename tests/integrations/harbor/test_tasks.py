@@ -24,10 +24,10 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.data.config import sources_of
 from treadle.integrations.harbor import tasks as packed
 from treadle.integrations.harbor.config import HarborConfig
-from treadle.integrations.harbor.driver import HarborDriver
 from treadle.integrations.harbor.tasks import harbor_sums, harbor_tasks, unpack
 from treadle.plan.config import load_recipe
-from treadle.plan.inputs import configured_players
+from treadle.plan.inputs import Inputs, configured_players
+from treadle.plan.plan import make
 
 SHIPPED = Path(str(files("treadle.recipes") / "harbor_tasks"))
 
@@ -208,7 +208,8 @@ def test_recipes_have_the_published_values() -> None:
         assert harbor.trial["agent"]["override_timeout_sec"] == 1200 and harbor.agent == "terminus-2"
         kwargs = harbor.trial["agent"]["kwargs"]
         assert (kwargs["max_turns"], kwargs["enable_summarize"]) == (32, False)
-        assert recipe.engine_in_training(HarborDriver.may_wait).lock_step is False
+        plan = make(recipe, Inputs([], [], configured_players(recipe)))
+        assert plan.engine.lock_step is False
     summaries = load_recipe("codecontests-summaries")
     kwargs = build(HarborConfig, summaries.driver_options).trial["agent"]["kwargs"]
     assert (kwargs["max_turns"], kwargs["enable_summarize"], kwargs["proactive_summarization_threshold"]) == (
