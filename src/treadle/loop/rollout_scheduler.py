@@ -146,16 +146,17 @@ class RolloutScheduler:
         """Start the groups that this policy version admits; return whether any group is then being sampled."""
         self._version = version
         if not (self._synchronous and self.groups.sampling):
-            wave: dict[int, Group] = {}
-            attempts: list[_Attempt] = []
+            groups: list[Group] = []
+            together: list[_Attempt] = []
             while self._has_room() and (group := self._queue.pop()) is not None:
-                wave[group.index] = group
-                attempts += self._start(group)
+                attempts = self._start(group)
                 if not self._synchronous:
-                    self._create_task(wave, attempts)
-                    wave, attempts = {}, []
-            if wave:
-                self._create_task(wave, attempts)
+                    self._create_task(self._play_alone(group, attempts), attempts)
+                    continue
+                groups.append(group)
+                together += attempts
+            if groups:
+                self._create_task(self._play_together(groups, together), together)
         return self.groups.sampling > 0
 
     def _has_room(self) -> bool:
@@ -192,30 +193,62 @@ class RolloutScheduler:
     def _attempt_ended(self, _: asyncio.Future[Trajectory]) -> None:
         self._playing -= 1
 
-    def _create_task(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
+    def _create_task(self, playing: Coroutine[Any, Any, None], attempts: list[_Attempt]) -> None:
         def ended(task: asyncio.Task[None]) -> None:
             self._running.discard(task)
             for attempt in attempts:
                 # Only matters if the task was cancelled before it awaited them.
                 attempt.running.cancel()
 
-        task = self._tasks.create_task(self._finish(wave, attempts))
+        task = self._tasks.create_task(playing)
         self._running.add(task)
         task.add_done_callback(ended)
 
-    async def _finish(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
-        """Play groups to their end, and judge them, in order.
-
-        Synchronously, all attempts of all groups form one round, so that nothing depends on which of them ends first.
+    async def _play_together(self, groups: list[Group], attempts: list[_Attempt]) -> None:
+        """Play all groups of a batch: all attempts end before failed ones are retried, and all groups are then rewarded
+        and finished in order, so that nothing depends on which ends first.
         """
-        rounds = [attempts] if self._synchronous else [[attempt] for attempt in attempts]
-        by_group = {index: list(group.trajectories) for index, group in wave.items()}
-        for played in await _together(self._rounds(one) for one in rounds):
-            for index, trajectory in played:
-                by_group[index].append(trajectory)
-        for group in await _together(self._rewarded(group, by_group[index]) for index, group in wave.items()):
+        played = {group.index: list(group.trajectories) for group in groups}
+        while attempts:
+            try:
+                ended = await _together(self._ended(attempt) for attempt in attempts)
+            finally:
+                for attempt in attempts:
+                    attempt.running.cancel()
+            judged = await _together(self._judged(*one) for one in zip(attempts, ended, strict=True))
+            for attempt, (trajectory, _) in zip(attempts, judged, strict=True):
+                played[attempt.group.index].append(trajectory)
+            failed = [(a, pause) for a, (_, pause) in zip(attempts, judged, strict=True) if pause is not None]
+            if failed:
+                await asyncio.sleep(max(pause for _, pause in failed))
+            attempts = [self._retry(attempt) for attempt, _ in failed]
+        for group in await _together(self._rewarded(group, played[group.index]) for group in groups):
             self.groups.finish(group)
         self.start_groups(self._version)
+
+    async def _play_alone(self, group: Group, attempts: list[_Attempt]) -> None:
+        """Play one group; each attempt is retried as soon as it has failed, and makes room for others once it ends."""
+
+        async def play(attempt: _Attempt) -> list[Trajectory]:
+            played = []
+            while True:
+                trajectory, pause = await self._judged(attempt, await self._ended(attempt))
+                played.append(trajectory)
+                if pause is None:
+                    self.start_groups(self._version)
+                    return played
+                await asyncio.sleep(pause)
+                attempt = self._retry(attempt)
+
+        played = [t for place in await _together(map(play, attempts)) for t in place]
+        self.groups.finish(await self._rewarded(group, [*group.trajectories, *played]))
+        self.start_groups(self._version)
+
+    def _retry(self, failed: _Attempt) -> _Attempt:
+        """Start the next attempt in a failed one's place."""
+        address = replace(failed.address, attempt=failed.address.attempt + self._group_size)
+        [attempt] = self._play(failed.group, [address])
+        return attempt
 
     def _is_rewarded(self, restored: Group) -> bool:
         """Return whether a recorded group has the rewards of `rewards.group`: its attempts are recorded with them."""
@@ -242,36 +275,6 @@ class RolloutScheduler:
         user = user_code(group.task, trajectory.trajectory_id)
         return with_measured(await self._shaper.shape(group.task.copy(), trajectory, user), user)
 
-    async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
-        """Play attempts, and once all have ended retry failed ones together, until none is left.
-
-        Returns all played attempts, each with the index of its group.
-        """
-        played: list[tuple[int, Trajectory]] = []
-        while attempts:
-            try:
-                ended = await _together(self._ended(attempt) for attempt in attempts)
-            finally:
-                for attempt in attempts:
-                    attempt.running.cancel()
-            judged = [self._judged(*one) for one in zip(attempts, ended, strict=True)]
-            await _together(
-                self._record(attempt, trajectory, pause is not None)
-                for attempt, last, (trajectory, pause) in zip(attempts, ended, judged, strict=True)
-                if last.failure is not None
-            )
-            played += [(a.group.index, trajectory) for a, (trajectory, _) in zip(attempts, judged, strict=True)]
-            again = [(a, pause) for a, (_, pause) in zip(attempts, judged, strict=True) if pause is not None]
-            if len(again) < len(attempts):
-                self.start_groups(self._version)
-            if again:
-                await asyncio.sleep(max(pause for _, pause in again))
-            attempts = []
-            for last, _ in again:
-                retry = replace(last.address, attempt=last.address.attempt + self._group_size)
-                attempts += self._play(last.group, [retry])
-        return played
-
     async def _ended(self, attempt: _Attempt) -> Trajectory:
         """Wait for an attempt; whether a failed one is retried is decided later, as are group rewards."""
         trajectory = await attempt.running
@@ -282,10 +285,14 @@ class RolloutScheduler:
             await self._record(attempt, trajectory, retried=False)
         return trajectory
 
-    def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
-        """Return the attempt for recording, and the seconds before its retry; None without one."""
+    async def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
+        """Record a failed attempt. Return it as recorded, and the seconds before its retry; None without one."""
+        if trajectory.failure is None:
+            return trajectory, None
         pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._group_size + 1)
-        return (self._failures.final(trajectory) if pause is None else trajectory), pause
+        trajectory = self._failures.final(trajectory) if pause is None else trajectory
+        await self._record(attempt, trajectory, pause is not None)
+        return trajectory, pause
 
     async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
         await self.groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
