@@ -100,6 +100,15 @@ def as_trained(trajectory: Trajectory) -> TrajectoryView:
     return TrajectoryView(steps, trajectory.reward + math.fsum(step.shaping for step in trajectory.steps))
 
 
+def played_rewards(trajectory: Trajectory) -> list[float]:
+    """Return the rewards of the played steps with shaping; what they lack of the trained sum is added to the last."""
+    rewards = [step.reward + step.shaping for step in as_played(trajectory).steps]
+    whole = as_trained(trajectory).reward
+    if rewards and whole is not None:
+        rewards[-1] += whole - math.fsum(rewards)
+    return rewards
+
+
 def was_played(step: Step) -> bool:
     """Return whether the episode used the step."""
     return step.dropped not in NOT_PLAYED

@@ -9,14 +9,13 @@ Returns are over the K played steps: rewards do not depend on which steps are tr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.core.outcomes import as_played, as_trained, step_drop_reason
+from treadle.core.outcomes import as_played, as_trained, played_rewards, step_drop_reason
 from treadle.core.types import Group, Ids, Routing, Step, Trajectory, common_prefix
 
 Indices = NDArray[np.int64]
@@ -104,6 +103,8 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
     kept = [(k, j, step) for k, (j, t, step) in enumerate(played) if step_drop_reason(t, step) is None]
     steps = [step for _, _, step in kept]
     lengths = [len(step.completion_ids) for step in steps]
+    given = [step.given.tokens for step in steps]
+    token_rewards = [np.zeros(n) if r is None else r for n, r in zip(lengths, given, strict=True)]
 
     def joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
@@ -119,26 +120,13 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         trajectory_of_played=np.array([j for j, _, _ in played], np.int64),
         played_of_step=np.array([k for k, _, _ in kept], np.int64),
         rewards=np.array([as_trained(t).reward for _, t in graded], np.float64),
-        played_rewards=np.array([r for _, t in graded for r in _played_rewards(t)], np.float64),
-        token_rewards=joined([_token_rewards(step) for step in steps], np.float64),  # type: ignore[arg-type]
+        played_rewards=np.array([r for _, t in graded for r in played_rewards(t)], np.float64),
+        token_rewards=joined(token_rewards, np.float64),  # type: ignore[arg-type]
         mask=joined([step.mask for step in steps], np.bool_),  # type: ignore[arg-type]
         logp_rollout=joined([step.logprobs for step in steps], np.float32),  # type: ignore[arg-type]
         temperature=np.repeat(np.array([step.sampling.temperature for step in steps], np.float32), lengths),
         version=joined([step.policy_versions for step in steps], np.int32),  # type: ignore[arg-type]
     )
-
-
-def _played_rewards(trajectory: Trajectory) -> list[float]:
-    rewards = [step.reward + step.shaping for step in as_played(trajectory).steps]
-    whole = as_trained(trajectory).reward
-    if rewards and whole is not None:
-        rewards[-1] += whole - math.fsum(rewards)
-    return rewards
-
-
-def _token_rewards(step: Step) -> Doubles:
-    tokens = step.given.tokens
-    return np.zeros(len(step.completion_ids)) if tokens is None else tokens.astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
