@@ -149,7 +149,7 @@ async def _through_gateway(load: Load, renderer: ChatRenderer, messages: list[Me
     engine, gateway = _SlowEngine(load.latency), Gateway()
     body = json.dumps({"model": "policy", "messages": messages})
     async with serving(gateway):
-        urls = [gateway.attach(_session(engine, renderer, i)).base_url for i in range(load.concurrent)]
+        urls = [gateway.attach(_session(engine, renderer, i)).address.base_url for i in range(load.concurrent)]
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             await loop.run_in_executor(pool, _play_all, urls, body, 2)  # imports, connections, caches

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.rollout.kit import attempt
 from tests.runs import Interrupting, check_finished, query, recorded, resume, start, updates
-from tests.worlds import HELLO, Vowels, make_group, make_step, plain_ids, plain_renderer, saying, tiny, tool, user
-from tests.worlds import addresses as make_addresses
+from tests.worlds import HELLO, Vowels, make_group, make_step, plain_ids, saying, tiny, tool, user
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import advantages, has_zero_advantage
 from treadle.core.config import build
@@ -23,8 +23,7 @@ from treadle.envs.base import Environment, EnvStep, Finish
 from treadle.packing.flat import flatten
 from treadle.plan.inputs import make_inputs
 from treadle.plan.other_models import check_models, make_models
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
+from treadle.rollout.attempt import Players
 from treadle.rollout.other_models import OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig
 
@@ -118,18 +117,13 @@ class Asks(Scripted):
 
 async def played(environment: Any, rewards: RewardsConfig | None = None) -> Trajectory:
     models = make_models({"rival": OtherModelConfig(policy=True)})
-    players, engine = Players({"p": environment}, models=models), saying("well")
-    config = RolloutConfig(max_steps=2)
-    async with open_rollouts(engine, plain_renderer(), players, config, rewards or RewardsConfig()) as rollouts:
-        trajectory = await rollouts.start("g", Task("t", HELLO, environment="p"), make_addresses())[0]
-    assert not engine.open
-    return trajectory
+    return await attempt(environment, saying("well"), models=models, rewards=rewards, max_steps=2)
 
 
 async def test_a_copy_is_recorded_as_a_trajectory_of_its_own() -> None:
     trajectory = await played(Scripted, RewardsConfig(weights={"wit": 2.0}))
     [copy] = trajectory.copies
-    assert (copy.trajectory_id, copy.role, copy.attempt, copy.status) == ("g.0.rival", "rival", 0, "done")
+    assert (copy.trajectory_id, copy.role, copy.attempt, copy.status) == ("g0.0.rival", "rival", 0, "done")
     assert (trajectory.role, trajectory.reward, [len(t.steps) for t in (trajectory, copy)]) == ("", 1.0, [2, 4])
     assert copy.reward == 2 * 0.5 * 2 - 1.0 and [step.reward for step in copy.steps] == [0.0, 1.0, 1.0, -1.0]
     every = [*trajectory.steps, *copy.steps]
@@ -157,7 +151,7 @@ async def test_an_attempt_that_fails_fails_in_all_its_roles(environment: type[En
     assert all(copy.failure == trajectory.failure and copy.reward is None for copy in trajectory.copies)
 
 
-def attempt(number: int, reward: float, rival: float | None) -> Trajectory:
+def rewarded(number: int, reward: float, rival: float | None) -> Trajectory:
     def made(name: str, reward: float) -> Trajectory:
         return Trajectory(name, "t0", number, (make_step(reward=reward),), reward, Status.DONE)
 
@@ -166,21 +160,21 @@ def attempt(number: int, reward: float, rival: float | None) -> Trajectory:
 
 
 def test_baselines_compare_attempts_of_one_role() -> None:
-    group = make_group(0, attempt(0, 1.0, 0.0), attempt(1, 2.0, 10.0), attempt(2, 3.0, None))
+    group = make_group(0, rewarded(0, 1.0, 0.0), rewarded(1, 2.0, 10.0), rewarded(2, 3.0, None))
     algorithm = build(AlgorithmConfig, {"advantage": "rloo"})
-    batch = flatten(by_role([group, make_group(1, attempt(0, 1.0, None))]))
+    batch = flatten(by_role([group, make_group(1, rewarded(0, 1.0, None))]))
     assert [group.group_id for group in batch.groups] == ["g000000", "g000000", "g000001"]
     by_hand = {"g000000.0": 1 - 2.5, "g000000.1": 0.0, "g000000.2": 3 - 1.5, "g000000.0.rival": -10.0}
     first = advantages(batch, algorithm)[batch.step_start[:-1]]
     found = dict(zip([t.trajectory_id for t in batch.trajectories[:5]], first[:5].tolist(), strict=True))
     assert found == {**by_hand, "g000000.1.rival": 10.0}
-    same = make_group(0, attempt(0, 1.0, 0.0), attempt(1, 1.0, 1.0))
+    same = make_group(0, rewarded(0, 1.0, 0.0), rewarded(1, 1.0, 1.0))
     assert not has_zero_advantage(same, algorithm)
-    assert has_zero_advantage(make_group(0, attempt(0, 1.0, 2.0), attempt(1, 1.0, 2.0)), algorithm)
+    assert has_zero_advantage(make_group(0, rewarded(0, 1.0, 2.0), rewarded(1, 1.0, 2.0)), algorithm)
 
 
 def test_what_is_dropped_is_dropped_in_all_roles() -> None:
-    group = make_group(0, attempt(0, 1.0, 0.0))
+    group = make_group(0, rewarded(0, 1.0, 0.0))
     assert [t.dropped for t in leave_out(group, DropReason.FILTERED).everyone] == [DropReason.FILTERED] * 2
     stale = without_stale(group, 1)
     assert [step.dropped for t in stale.everyone for step in t.steps] == [DropReason.STALE] * 2

@@ -97,7 +97,7 @@ async def clients(path: Path, file: Recording | None = None) -> AsyncIterator[Cl
 
     with closing(file):
         async with serving(gateway):
-            gateway.attach(opened("shared"), "key", Recorder(file), opens)
+            gateway.attach(opened("shared"), "key", recorder=Recorder(file), opens=opens)
             async with httpx.AsyncClient(timeout=CEILING, headers={"Authorization": "Bearer key"}) as http:
                 yield Clients(http, path, engine, gateway)
 

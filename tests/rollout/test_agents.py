@@ -4,91 +4,29 @@ import asyncio
 import json
 import os
 import resource
-import sys
-import textwrap
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
-import numpy as np
 import openai
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import APIError, AsyncOpenAI, OpenAI
 
-from tests.clocks import SkippingLoop
+from tests.rollout.kit import TASK, ask, by_seed, once, overtime, play, played, program
 from tests.until import CEILING, until, wait_until
 from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
-from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, InfrastructureError, TrajectoryFailure
 from treadle.core.outcomes import as_played, computed_tokens
 from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.agent import Recovered, check_agent, load_agent
 from treadle.rollout.agents.clients import anthropic_client
-from treadle.rollout.agents.command import Command
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
-
-AnyAgent = Callable[[Task, Any], Any]
-LIMIT = 1000.0  # seconds; nobody reaches it unless they are skipped
-TASK = Task("t", (user("hello"),), agent="a")
-
-
-async def played(
-    agents: Mapping[str, Any],
-    engine: FakeEngine,
-    tasks: list[Task],
-    worlds: Any = None,
-    tokenizer: PlainTokenizer | None = None,
-    **settings: Any,
-) -> list[Trajectory]:
-    """One attempt at each task, side by side; every session must be closed afterwards."""
-    config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": LIMIT, **settings})
-    renderer = ChatRenderer(tokenizer or PlainTokenizer(), [END])
-    async with open_rollouts(engine, renderer, Players(worlds or {}, agents), config) as rollouts:
-        keys = [Address(1, Stream.TRAIN, 0, number, 0) for number in range(len(tasks))]
-        running = [rollouts.start(f"g{n}", task, [keys[n]])[0] for n, task in enumerate(tasks)]
-        trajectories = list(await asyncio.gather(*running))
-    assert not engine.open
-    return trajectories
-
-
-def play(agent: AnyAgent, engine: FakeEngine | None = None, task: Task = TASK, **settings: Any) -> Trajectory:
-    [trajectory] = asyncio.run(played({"a": agent}, engine or saying("a"), [task], **settings))
-    return trajectory
-
-
-def overtime(attempts: Coroutine[Any, Any, list[Trajectory]], ready: Callable[[], bool]) -> list[Trajectory]:
-    """What becomes of attempts whose time is over once it is `ready`."""
-
-    async def go() -> list[Trajectory]:
-        running = asyncio.ensure_future(attempts)
-        await until(lambda: running.done() or ready())
-        loop.skip(2 * LIMIT)
-        return await running
-
-    loop = SkippingLoop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(go())
-
-
-async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
-    answer = await client.chat.completions.create(model="any", messages=messages, **options)
-    content: str | None = answer.choices[0].message.content
-    assert content is not None
-    return content
-
-
-async def once(task: Task, client: AsyncOpenAI) -> float:
-    return float(await ask(client, [*task.prompt]) == "a")
 
 
 def test_an_agent_says_that_what_it_needs_is_down() -> None:
@@ -158,12 +96,6 @@ async def asking_claude(task: Task, client: AsyncAnthropic) -> float:
 def asking_claude_alone(task: Task, client: "Anthropic") -> float:
     [block] = client.messages.create(model="any", max_tokens=16, messages=[user("go")]).content  # type: ignore[list-item]
     return float(block.type == "text" and block.text == "a")
-
-
-def by_seed(prompt: Ids, sampling: SamplingParams) -> list[int]:
-    """Random ids, often not the canonical tokenization ("a", "b" instead of "ab"), sometimes cut by length."""
-    draws = np.random.default_rng(sampling.seed)
-    return [*(int(i) for i in draws.choice([*plain_ids("abc"), 3, 4], draws.integers(1, 20))), END]
 
 
 def test_an_agent_leaves_the_trajectory_that_an_environment_would_have() -> None:
@@ -270,7 +202,7 @@ class Boom(Exception):
     pass
 
 
-def returning_plainly(value: Any) -> AnyAgent:
+def returning_plainly(value: Any) -> Any:
     def agent(task: Task, client: OpenAI) -> Any:
         ask_plainly(client, [*task.prompt])
         if isinstance(value, BaseException):
@@ -437,7 +369,7 @@ async def ask_for_a_stream(client: AsyncOpenAI, text: str, patience: float) -> N
 def test_a_slow_engine_is_no_reward_of_0(call: Callable[[AsyncOpenAI, str, float], Any]) -> None:
     engine = HeldBack()
 
-    def agent(afterwards: str) -> AnyAgent:
+    def agent(afterwards: str) -> Any:
         async def play(task: Task, client: AsyncOpenAI) -> float | Recovered:
             slow = f"slow {afterwards}"
             await call(client, "first", CEILING)
@@ -467,21 +399,6 @@ def test_a_slow_engine_is_no_reward_of_0(call: Callable[[AsyncOpenAI, str, float
 
 
 # Commands
-
-PROGRAM = """
-import json, os, sys, urllib.request
-task = json.loads(sys.stdin.readline())
-body = {"model": "m", "messages": task["prompt"]}
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
-    {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-with urllib.request.urlopen(request) as answer:
-    said = json.load(answer)["choices"][0]["message"]["content"]
-"""
-
-
-def program(rest: str, **options: Any) -> Command:
-    return Command([sys.executable, "-c", PROGRAM + textwrap.dedent(rest)], **options)
 
 
 def test_a_program_plays_an_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -530,14 +447,6 @@ def test_a_program_that_fails(rest: str, message: str) -> None:
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.AGENT
     assert message in trajectory.failure.message
     assert len(trajectory.failure.message) < 1000 and len(trajectory.steps) == 1
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # What is refused before anything runs

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.test_agents import TASK, alive, overtime, play, played, program
+from tests.rollout.kit import TASK, alive, overtime, play, played, program
 from tests.until import CEILING, until, wait_until
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
-from tests.rollout.test_agents import ask, once, played
+from tests.rollout.kit import ask, once, played
 from tests.worlds import (
     CHATML,
     DONE,
@@ -228,14 +228,12 @@ async def test_all_that_calls_over_http_shares_one_gateway() -> None:
             )
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        config = RolloutConfig(max_completion_tokens=16, gateway=GatewayConfig(port=probe.getsockname()[1]))
+        gateway = GatewayConfig(port=probe.getsockname()[1])
     players = Players({}, {"a": once}, {"a": Calling, "b": Calling})
     tasks = [Task("t", HELLO, driver="a"), Task("u", HELLO, driver="b"), Task("v", HELLO, agent="a")]
-    async with open_rollouts(saying("a"), plain_renderer(), players, config) as rollouts:
-        running = [rollouts.start(f"g{n}", task, addresses())[0] for n, task in enumerate(tasks)]
-        trajectories = list(await asyncio.gather(*running))
+    trajectories = await played(players, saying("a"), tasks, gateway=gateway)
     assert [(t.reward, len(t.steps)) for t in trajectories] == [(0.5, 1), (0.5, 1), (1.0, 1)], trajectories
-    assert len(set(urls)) == 2 and {urlsplit(url).port for url in urls} == {config.gateway.port}
+    assert len(set(urls)) == 2 and {urlsplit(url).port for url in urls} == {gateway.port}
     assert dict(trajectories[0].metrics) == {"colour": 3} and trajectories[0].warning == "beware"
 
 

@@ -11,7 +11,8 @@ import yaml
 pytest.importorskip("httpx")
 
 from tests.judge.servers import TOKENS, judging
-from tests.worlds import ROOT, addresses, plain_ids, plain_renderer, saying, tiny, tool, user
+from tests.rollout.kit import attempt
+from tests.worlds import ROOT, addresses, plain_ids, saying, tiny, tool, user
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Message, Task, Trajectory
@@ -19,8 +20,6 @@ from treadle.envs.base import Environment, EnvStep
 from treadle.plan.other_models import make_models
 from treadle.rollout import chat_endpoint
 from treadle.rollout.agents.clients import anthropic_client
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
 from treadle.rollout.other_models import OtherModelConfig, address_of
 
 HI, TELL = user("hi"), user("Tell it.")
@@ -59,11 +58,8 @@ class Misnamed(Shop):
 
 
 async def played(player: Any, models: Mapping[str, dict[str, Any]], **extras: Any) -> Trajectory:
-    kind = "environment" if isinstance(player, type) else "agent"
     made = make_models({name: build(OtherModelConfig, {"model": "m", **config}) for name, config in models.items()})
-    players = Players(**{f"{kind}s": {"p": player}}, models=made)
-    async with open_rollouts(saying("well"), plain_renderer(), players, RolloutConfig()) as rollouts:
-        return await rollouts.start("g", Task("t", [HI], extras=extras, **{kind: "p"}), addresses())[0]
+    return await attempt(player, saying("well"), [HI], extras, made, max_completion_tokens=256)
 
 
 async def test_an_environment_calls_a_model_by_name() -> None:

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from tests.rollout.test_agents import ask, by_seed
-from tests.worlds import addresses, plain_renderer, tool, user
+from tests.rollout.kit import ask, attempt, by_seed
+from tests.worlds import tool, user
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause
 from treadle.core.types import Ids, Message, SamplingParams, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
 from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
@@ -110,20 +108,9 @@ class Pinning(FakeEngine):
 
 def played(player: Any, log: Log | None, engine: FakeEngine | None = None) -> tuple[Trajectory, int]:
     """An attempt, and how many of its calls the engine answered. engine: default: one that does not fail it."""
-
     sampling = engine or FakeEngine(by_seed)
-
-    async def go() -> Trajectory:
-        is_environment = isinstance(player, type)
-        players = Players({"p": player}, {}) if is_environment else Players({}, {"p": player})
-        config = RolloutConfig(max_steps=CALLS, max_completion_tokens=16, max_input_tokens=10_000)
-        async with open_rollouts(sampling, plain_renderer(), players, config) as rollouts:
-            task = Task("t", (user("hello"),), "p" if is_environment else "", agent="" if is_environment else "p")
-            return await rollouts.start("g000000", task, addresses(), log=log)[0]
-
-    trajectory = asyncio.run(go())
+    trajectory = asyncio.run(attempt(player, sampling, log=log, max_steps=CALLS, max_input_tokens=10_000))
     assert engine or trajectory.failure is None, trajectory.failure
-    assert not sampling.open
     return trajectory, len(sampling.calls)
 
 
@@ -151,7 +138,7 @@ def test_another_request_starts_the_attempt_anew_and_nothing_is_mixed() -> None:
     before, _ = played(Unlike, log := Log())
     after, calls = played(Unlike, log)
     assert [made.closed for made in Echoing.instances] == [True] * 3
-    assert log.said == ["environment 'p': task t, trajectory g000000.0, call 10"]
+    assert log.said == ["environment 'p': task t, trajectory g0.0, call 10"]
     assert calls == len(after.steps) == len(log.calls) == CALLS
     [third] = [made for made in Echoing.instances[2:]]
     assert third.replies == CALLS
@@ -191,7 +178,7 @@ def test_an_agent_that_asks_otherwise_is_cut_off_and_starts_anew() -> None:
     played(unlike, log := Log())
     after, calls = played(unlike, log)
     assert (calls, len(after.steps), after.reward) == (2, 2, 3.0)
-    assert log.said == ["agent 'p': task t, trajectory g000000.0, call 1"]
+    assert log.said == ["agent 'p': task t, trajectory g0.0, call 1"]
 
 
 # Engines that pin sessions

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clocks import StuckLoop
-from tests.rollout.test_agents import played
+from tests.rollout.kit import played
 from tests.until import CEILING, wait_until
 from tests.worlds import DONE, MORE, Told, ToldPlain, play, saying, tool
 from treadle.core.errors import Cause, RunError, TrajectoryFailure

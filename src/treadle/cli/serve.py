@@ -136,9 +136,10 @@ async def _serve(
             return open_session(), Recorder(recording, task_id)
 
         session = open_session()
-        records = (Recorder(recording), open_recorded) if recording else ()
+        recorder, opens = (Recorder(recording), open_recorded) if recording else (None, None)
         async with server as url:
-            address = gateway.attach(session, os.environ.get(options.api_key_env or ""), *records)
+            key = os.environ.get(options.api_key_env or "")
+            address = gateway.attach(session, key, recorder=recorder, opens=opens).address
             problem = session.renderer.tools_problem(parse=session.parse)
             refused = f"; tools are refused: {problem}" if problem else ""
             console.line(f"serving {options.model} on {config.device}; press Ctrl-C to stop")

@@ -131,8 +131,8 @@ async def _first(
     """
     user = user_code(task, "as a check")
     factory, models = players.environments[task.environment], {name: make() for name, make in players.models.items()}
-    called = AttemptModels(models, None, CHECK)
-    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout, called)
+    called = user.models = AttemptModels(models, None, CHECK)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout)
     with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)

@@ -19,7 +19,7 @@ from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.outcomes import without_summaries
-from treadle.core.types import SamplingParams, Task, Trajectory, trajectory_id
+from treadle.core.types import SamplingParams, Step, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.agent import Agent
@@ -87,6 +87,78 @@ class RolloutRunner(Protocol):
     ) -> list[asyncio.Future[Trajectory]]: ...
 
 
+class _Attempt:
+    """An attempt with an open session. models: models beside the policy. limit: seconds that it may take."""
+
+    def __init__(
+        self,
+        driver: AttemptDriver[Any],
+        task: Task,
+        spec: SessionSpec,
+        session: Session,
+        models: Mapping[str, OtherModel],
+        limit: float,
+    ) -> None:
+        self.driver, self.task, self.spec, self.session, self._limit = driver, task, spec, session, limit
+        self.user = user_code(task, session.name)
+        self.user.models = AttemptModels(models, session, spec.address) if models else None
+
+    async def replay(self) -> Trajectory | None:
+        """Play it as `play` does; return None if it diverges from its recorded calls."""
+        playing, replay = self.play(), self.spec.replay
+        if replay is None or not replay.count:
+            return await playing
+        task = asyncio.ensure_future(playing)
+        replay.on_divergence = task.cancel
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if replay.diverged_at is None or ((current := asyncio.current_task()) and current.cancelling()):
+                raise
+            return None
+
+    async def play(self) -> Trajectory:
+        started = time.perf_counter()
+        outcome = await self._outcome()
+        seconds = time.perf_counter() - started
+        steps, copies = tuple(self.session.steps), list[Session]()
+        if self.user.models is not None:
+            steps, copies = self.user.models.attach(steps), [*self.user.models.sessions.values()]
+            self.user.measured += self.user.models.measured()
+        return replace(
+            self._trajectory(self.session.name, steps, outcome, seconds),
+            warning=outcome.warning,
+            metrics=outcome.metrics,
+            blocked_seconds=self.user.blocked_seconds,
+            copies=tuple(self._copy(copy, outcome, seconds) for copy in copies if copy.steps),
+        )
+
+    async def _outcome(self) -> Outcome:
+        """Return the driver's outcome, or the outcome of an error or of the attempt's time limit."""
+        try:
+            async with asyncio.timeout(self._limit):
+                return await self.driver.play(self.session, self.task.copy(), self.user)
+        except ATTEMPT_ERRORS as error:
+            return outcome_of(self.session.steps, error, self.user.cause)
+        except TimeoutError:
+            what = f"the attempt took longer than {self._limit:g} s (rollout.trajectory_timeout)"
+            return outcome_of(self.session.steps, TrajectoryFailure(Cause.TIMEOUT, what), self.user.cause)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is None or current.cancelling():
+                raise
+            failure = TrajectoryFailure(Cause.INFRASTRUCTURE, _CANCELLED)
+            return outcome_of(self.session.steps, failure, self.user.cause)
+
+    def _copy(self, session: Session, whole: Outcome, seconds: float) -> Trajectory:
+        """Return the trajectory of the policy in another role, which fails with its attempt."""
+        own = whole if whole.failure else outcome_of(session.steps, None, Cause.ENVIRONMENT)
+        return self._trajectory(session.name, tuple(session.steps), own, seconds)
+
+    def _trajectory(self, name: str, steps: tuple[Step, ...], outcome: Outcome, seconds: float) -> Trajectory:
+        ended, number = (outcome.reward, outcome.status, outcome.failure), self.spec.address.attempt
+        return Trajectory(name, self.task.task_id, number, steps, *ended, seconds=seconds)
+
+
 class Rollouts:
     """Plays each attempt with its task's driver.
 
@@ -124,13 +196,13 @@ class Rollouts:
         driver = self._drivers[task.player]
         log = log if log is not None and driver.replays(task) else None
         specs = [self._spec(group_id, a, sampling or self.sampling, log) for a in addresses]
-        attempts: list[asyncio.Future[Trajectory]] = []
-        for session, spec in [(self._open_session(driver, spec), spec) for spec in specs]:
-            attempt = asyncio.ensure_future(self._attempt(driver, session, task, spec, log))
+        futures: list[asyncio.Future[Trajectory]] = []
+        for attempt in [self._open(driver, task, spec) for spec in specs]:
+            future = asyncio.ensure_future(self._play(attempt, log))
             # Also covers attempts cancelled before they begin.
-            attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]
-            attempts.append(attempt)
-        return attempts
+            future.add_done_callback(lambda _, session=attempt.session: session.close())  # type: ignore[misc]
+            futures.append(future)
+        return futures
 
     async def check(self, tasks: Sequence[Task]) -> None:
         """Have each driver check that it can play its first task. Raises ConfigError or EngineError."""
@@ -162,116 +234,54 @@ class Rollouts:
 
     def _open_session(self, driver: AttemptDriver[Any], spec: SessionSpec) -> Session:
         session: Session = driver.open_session(spec)
-        if self._models:
-            session.models = AttemptModels(self._models, session, spec.address)
         return session
 
-    async def _attempt(
-        self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, log: CallLog | None
-    ) -> Trajectory:
+    def _open(self, driver: AttemptDriver[Any], task: Task, spec: SessionSpec) -> _Attempt:
+        session = self._open_session(driver, spec)
+        return _Attempt(driver, task, spec, session, self._models, self.config.trajectory_timeout)
+
+    async def _play(self, attempt: _Attempt, log: CallLog | None) -> Trajectory:
         """Play an attempt, weight its rewards, and shape them if it is for training.
 
         If it diverges from its recorded calls (`Replay.diverged_at`), it is played again without them.
         """
         OPEN_MODELS.set({**OPEN_MODELS.get(), **self._models})  # in this attempt's task
-        user = user_code(task, session.name)
         try:
-            async with driver.place():
-                played = await self._replayed(driver, session, task, spec, user)
+            async with attempt.driver.place():
+                played = await attempt.replay()
                 if played is None:
-                    assert log is not None and spec.replay is not None
-                    if spec.replay.is_outdated:
-                        log.forget(spec.address)
-                    else:
-                        log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
-                    session.close()
-                    user.release()
-                    measured, user = user.measured, user_code(task, session.name)
-                    user.measured = measured
-                    fresh = Replay((), partial(log.add, spec.address))
-                    session = self._open_session(driver, replace(spec, replay=fresh))
+                    assert log is not None
+                    attempt = self._restart(attempt, log)
                     try:
-                        played = await self._played(driver, session, task, spec.address, user)
+                        played = await attempt.play()
                     finally:
-                        session.close()
-            weighted = self._shaper.apply_weights(played)
-            if spec.address.stream is not Stream.TRAIN:
-                return with_measured(weighted, user)
-            # With group rewards, shaping happens once the group is complete.
-            shaped = weighted
-            if self._shaper.group is None:
-                shaped = await self._shaper.shape(task.copy(), weighted, user)
-            trained = self.config.compaction is None or self.config.compaction.trained
-            return with_measured(shaped if trained else without_summaries(shaped), user)
+                        attempt.session.close()
+            return await self._shaped(attempt, self._shaper.apply_weights(played))
         finally:
-            user.release()
+            attempt.user.release()
 
-    async def _replayed(
-        self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, user: UserCode
-    ) -> Trajectory | None:
-        """Play an attempt as `_played` does; return None if it diverges from its recorded calls."""
-        playing = self._played(driver, session, task, spec.address, user)
-        if spec.replay is None or not spec.replay.count:
-            return await playing
-        attempt = asyncio.ensure_future(playing)
-        spec.replay.on_divergence = attempt.cancel
-        try:
-            return await attempt
-        except asyncio.CancelledError:
-            if spec.replay.diverged_at is None or ((current := asyncio.current_task()) and current.cancelling()):
-                raise
-            return None
+    def _restart(self, diverged: _Attempt, log: CallLog) -> _Attempt:
+        spec, user = diverged.spec, diverged.user
+        assert spec.replay is not None
+        if spec.replay.is_outdated:
+            log.forget(spec.address)
+        else:
+            log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
+        diverged.session.close()
+        user.release()
+        fresh = replace(spec, replay=Replay((), partial(log.add, spec.address)))
+        attempt = self._open(diverged.driver, diverged.task, fresh)
+        attempt.user.measured = user.measured
+        return attempt
 
-    async def _played(
-        self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address, user: UserCode
-    ) -> Trajectory:
-        started = time.perf_counter()
-        outcome = await self._outcome(driver, session, task.copy(), user)
-        seconds = time.perf_counter() - started
-        steps = tuple(session.steps)
-        if session.models is not None:
-            steps = session.models.attach(steps)
-            user.measured += session.models.measured()
-        return Trajectory(
-            trajectory_id=session.name,
-            task_id=task.task_id,
-            attempt=address.attempt,
-            steps=steps,
-            reward=outcome.reward,
-            status=outcome.status,
-            failure=outcome.failure,
-            warning=outcome.warning,
-            seconds=seconds,
-            metrics=outcome.metrics,
-            blocked_seconds=user.blocked_seconds,
-            copies=tuple(
-                _copy(copy, task, address, outcome, seconds) for copy in session.copies.values() if copy.steps
-            ),
-        )
-
-    async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
-        """Return the driver's outcome, or the outcome of an error or of the attempt's time limit."""
-        limit = self.config.trajectory_timeout
-        try:
-            async with asyncio.timeout(limit):
-                return await driver.play(session, task, user)
-        except ATTEMPT_ERRORS as error:
-            return outcome_of(session.steps, error, user.cause)
-        except TimeoutError:
-            what = f"the attempt took longer than {limit:g} s (rollout.trajectory_timeout)"
-            return outcome_of(session.steps, TrajectoryFailure(Cause.TIMEOUT, what), user.cause)
-        except asyncio.CancelledError:
-            if (current := asyncio.current_task()) is None or current.cancelling():
-                raise
-            return outcome_of(session.steps, TrajectoryFailure(Cause.INFRASTRUCTURE, _CANCELLED), user.cause)
-
-
-def _copy(session: Session, task: Task, address: Address, whole: Outcome, seconds: float) -> Trajectory:
-    """Return the trajectory of a copy, which fails with its attempt. whole: the attempt's outcome."""
-    own = whole if whole.failure else outcome_of(session.steps, None, Cause.ENVIRONMENT)
-    steps = tuple(session.steps)
-    ended = own.reward, own.status, own.failure
-    return Trajectory(session.name, task.task_id, address.attempt, steps, *ended, seconds=seconds)
+    async def _shaped(self, attempt: _Attempt, trajectory: Trajectory) -> Trajectory:
+        """Shape the rewards of an attempt for training, unless its group is rewarded first."""
+        if attempt.spec.address.stream is Stream.TRAIN:
+            if self._shaper.group is None:
+                trajectory = await self._shaper.shape(attempt.task.copy(), trajectory, attempt.user)
+            if self.config.compaction is not None and not self.config.compaction.trained:
+                trajectory = without_summaries(trajectory)
+        return with_measured(trajectory, attempt.user)
 
 
 @asynccontextmanager

@@ -138,7 +138,7 @@ class RolloutConfig(Config):
         AUTO, description="parser of agent programs' tool calls: a registered name, module:function, or auto"
     )
     infer_rejected: bool = Field(
-        True, description="reject calls of agent programs with discarded answers, judged by their later prompts"
+        True, description="reject calls of agent programs that were repeated, if they go on from another answer"
     )
     gateway: GatewayConfig = Field(GatewayConfig(), description="address at which agent programs reach the model")
     compaction: CompactionConfig | None = Field(

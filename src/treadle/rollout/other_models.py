@@ -3,7 +3,8 @@
 Environment.models["user"].chat --+
 gateway, model="user" ------------+-> AttemptModel.ask -> Chat -> OtherReply
                                              '-> ModelCall, kept with the step before it, never trained
-A `PolicyCopy` is called by the attempt's session instead (`Session.copy`), in its own trajectory, and trained.
+A `PolicyCopy` is called by a copy of the attempt's session instead (`AttemptModels.session_of`), in its own
+trajectory, and trained.
 """
 
 from __future__ import annotations
@@ -218,12 +219,13 @@ class AttemptModels(Models):
     """One attempt's view of the models beside the policy, with the record of its calls.
 
     session: the attempt's; None in a check before there is an engine. copies: names of models that are the policy in
-    another role. failure: error of an unanswered call, which fails the attempt whatever its code does next.
-    asked_early: whether a check has called a copy.
+    another role; sessions: theirs, once called. failure: error of an unanswered call, which fails the attempt whatever
+    its code does next. asked_early: whether a check has called a copy.
     """
 
     def __init__(self, models: Mapping[str, OtherModel], session: Session | None, address: Address) -> None:
         self.session, self.asked_early = session, False
+        self.sessions: dict[str, Session] = {}
         self.copies = [name for name, model in models.items() if isinstance(model, PolicyCopy)]
         whose = session.name if session else "check"
         for name, model in models.items():
@@ -243,8 +245,15 @@ class AttemptModels(Models):
         if self.session is None:
             self.asked_early = True
             raise EngineError("it is the policy, and there is no engine yet")
-        reply = await self.session.copy(name).chat(messages, tools, options)
+        reply = await self.session_of(name).chat(messages, tools, options)
         return OtherReply(reply.message, reply.prompt_tokens, reply.completion_tokens, reply.stop_reason, reply.step)
+
+    def session_of(self, name: str) -> Session:
+        """Return the session of the policy in another role."""
+        assert self.session is not None
+        if name not in self.sessions:
+            self.sessions[name] = self.session.copy(name)
+        return self.sessions[name]
 
     def called(self, name: str) -> AttemptModel:
         model = self[name]

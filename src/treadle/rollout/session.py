@@ -6,17 +6,17 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import ContextExceeded, DataError, EngineError, TokensExceeded, TreadleError
+from treadle.core.errors import ContextExceeded, DataError, EngineError, TokensExceeded
 from treadle.core.outcomes import computed_tokens, was_played
 from treadle.core.rewards import Reward
 from treadle.core.types import BreakCause, DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
@@ -26,9 +26,6 @@ from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import Prompt, Record
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
 from treadle.rollout.replay import AnsweredCall, Replay, request_digest
-
-if TYPE_CHECKING:
-    from treadle.rollout.other_models import AttemptModels
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -137,30 +134,11 @@ class OtherReply:
     stop: str | None = None
 
 
-class GivenUp(TreadleError, TimeoutError):
-    """Raised if a call ended by a client's own time limit, a disconnect, or the end of its attempt, before the answer.
+class Calls:
+    """What all roles of the policy in one attempt share: the engine's session, numbers of calls, sampling versions."""
 
-    seconds: time waited for the call.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
-
-    def __str__(self) -> str:
-        return f"its client gave it up after {self.seconds:.1f} s"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unanswered:
-    """A client's request without an answer, by the digest of its body and its idempotency key.
-
-    error: error on this side, or GivenUp.
-    """
-
-    body: bytes
-    key: str | None
-    error: BaseException
+    def __init__(self, session: str) -> None:
+        self.session, self.numbers, self.versions = session, itertools.count(), set[int]()
 
 
 class Session:
@@ -172,13 +150,8 @@ class Session:
 
     parse: parser of replies. callers_sampling: whether callers may override the spec's sampling; otherwise they only
     add stop strings, and `notes` describes ignored options, and parts of their tools that the template leaves out.
-    context: limit on prompt and completion together, if it bounds a call's `max_tokens`. has_ids: whether steps have
-    ids.
-    models: models beside the policy that the attempt may call; None if the recipe names none. main: the session that
-    this one is a copy of.
-    bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed, were
-    too large or were given up, without an answered retry. said_used: whether an answer was used, by number, as reported
-    by the agent. on_dropped: called with a call's number and why its step is dropped, or None if it no longer is.
+    context: limit on prompt and completion together, if it bounds a call's `max_tokens`. calls: those of the session
+    that this one is a copy of. has_ids: whether steps have ids.
     """
 
     has_ids: ClassVar[bool] = True
@@ -190,41 +163,29 @@ class Session:
         *,
         callers_sampling: bool = False,
         context: int | None = None,
-        main: Session | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self.name, self.renderer, self.parse = spec.name, spec.renderer, parse
-        self.copies: dict[str, Session] = {}  # by role
-        self._spec, self._main = spec, main
-        self.models: AttemptModels | None = None
         self.notes: dict[str, str] = {}
-        self.bad_requests: list[str] = []
-        self.unanswered: list[Unanswered] = []
-        self.said_used: dict[int, bool] = {}
-        self.on_dropped: Callable[[int, DropReason | None], None] = lambda number, reason: None
-        self._engine, self._sampling = spec.engine, spec.sampling
-        self._max_input_tokens, self._address, self._replay = spec.max_input_tokens, spec.address, spec.replay
-        self._max_total_tokens = spec.max_total_tokens
-        self._callers_sampling, self._context = callers_sampling, context
-        self._conversation = Conversation(spec.renderer)
-        self._raw = RawPrompts(spec.renderer)
+        self._spec, self._callers_sampling, self._context = spec, callers_sampling, context
+        self._conversation, self._raw = Conversation(spec.renderer), RawPrompts(spec.renderer)
         self._order = asyncio.Lock()  # serializes rendering: first come, first served
-        self._calls = 0
-        self._numbers: Iterator[int] = main._numbers if main else itertools.count()
-        self._versions: set[int] = main._versions if main else set()  # versions that sampled any token of any role
+        self._calls = calls or Calls(spec.name)
         self._steps: dict[int, Step] = {}  # by call number
         self._first: dict[Record, int] = {}  # number of the call that began the reply's conversation
-        if main is None:
+        if calls is None:
             spec.engine.open_session(spec.name)
 
     def copy(self, role: str) -> Session:
-        """Return the session of another role that the policy plays in the same attempt.
+        """Open the session of another role that the policy plays in the same attempt.
 
         It has its own steps and conversations. Calls of all roles are numbered together, which keys their draws and
         their replay, and share one session of the engine.
         """
-        if role not in self.copies:
-            self.copies[role] = Session(replace(self._spec, name=f"{self.name}.{role}"), main=self)
-        return self.copies[role]
+        return Session(self._copied(role), calls=self._calls)
+
+    def _copied(self, role: str) -> SessionSpec:
+        return replace(self._spec, name=f"{self.name}.{role}")
 
     @property
     def steps(self) -> list[Step]:
@@ -288,11 +249,11 @@ class Session:
 
     def reject(self, number: int) -> None:
         """Record that call `number`'s answer was discarded: its step is neither trained nor counted as played."""
-        self._drop(number, DropReason.REJECTED)
+        if self._steps[number].dropped is None:
+            self._drop(number, DropReason.REJECTED)
 
     def _drop(self, number: int, reason: DropReason | None) -> None:
         self._steps[number] = replace(self._steps[number], dropped=reason)
-        self.on_dropped(number, reason)
 
     def reward_last(self, given: Reward, *, add: bool = False) -> None:
         """Set the reward of the last played step other than a summary, if any. add: add to its existing reward.
@@ -313,7 +274,7 @@ class Session:
 
     def close(self) -> None:
         """Close the engine's session, which copies share. Idempotent."""
-        self._engine.close_session(self.name)
+        self._spec.engine.close_session(self._calls.session)
 
     async def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
         return await _off_loop(
@@ -327,27 +288,28 @@ class Session:
 
     def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
         """Return the call's number, by order of arrival. Raises ContextExceeded and TokensExceeded."""
-        limit = self._max_input_tokens if limit is None else min(limit, self._max_input_tokens)
-        if self._max_total_tokens and computed_tokens(self.steps) >= self._max_total_tokens:
-            raise TokensExceeded(self._max_total_tokens)
+        longest, whole = self._spec.max_input_tokens, self._spec.max_total_tokens
+        limit = longest if limit is None else min(limit, longest)
+        if whole and computed_tokens(self.steps) >= whole:
+            raise TokensExceeded(whole)
         if len(prompt.ids) > limit:
             raise ContextExceeded(len(prompt.ids), limit, self._context)
-        self._calls += 1
-        return next(self._numbers)
+        return next(self._calls.numbers)
 
     async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
         """Return step, text and stop string of a call."""
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
         if options.max_tokens is not None:
             sampling = replace(sampling, max_tokens=options.max_tokens)
-        request = request_digest(prompt.ids, sampling) if self._replay else b""
-        recorded = await self._replay.answer(number, request) if self._replay else None
+        engine, replay = self._spec.engine, self._spec.replay
+        request = request_digest(prompt.ids, sampling) if replay else b""
+        recorded = await replay.answer(number, request) if replay else None
         if recorded is not None and recorded.number != number:
             sampling = replace(sampling, seed=self._seed(recorded.number))
         started, clock, limit = time.time(), time.perf_counter(), sampling.max_tokens
 
         def record(completion: Completion, dropped: DropReason | None = None) -> Step:
-            self._versions.update(span.version for span in completion.policy_versions)
+            self._calls.versions.update(span.version for span in completion.policy_versions)
             self._steps[number] = Step(
                 prompt_ids=prompt.ids,
                 completion_ids=completion.token_ids,
@@ -367,16 +329,15 @@ class Session:
 
         try:
             if recorded is None:
-                session = self.name if self._main is None else self._main.name
-                completion = await self._engine.generate(prompt.ids, sampling, session=session)
+                completion = await engine.generate(prompt.ids, sampling, session=self._calls.session)
                 await self._check_version(number, completion)
             else:
                 completion = recorded.completion
             if not 0 < len(completion.token_ids) <= limit:
                 raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were requested")
             step = record(completion)
-            if self._replay and recorded is None:
-                self._replay.keep(AnsweredCall(number, request, completion))
+            if replay and recorded is None:
+                replay.keep(AnsweredCall(number, request, completion))
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and not current.cancelling():
                 raise EngineError(f"step {number}: the engine cancelled the call by itself") from error
@@ -393,18 +354,18 @@ class Session:
         """Raise EngineError if an engine that pins sessions has lost the version of earlier calls. An
         attempt that is being replayed is played again without its recorded calls instead.
         """
-        versions = {span.version for span in completion.policy_versions}
-        if not completion.pinned or not self._versions or versions <= self._versions:
+        versions, earlier = {span.version for span in completion.policy_versions}, self._calls.versions
+        if not completion.pinned or not earlier or versions <= earlier:
             return
-        if self._replay and self._replay.count:
-            await self._replay.give_up(number, outdated=True)
+        if self._spec.replay and self._spec.replay.count:
+            await self._spec.replay.give_up(number, outdated=True)
         raise EngineError(
-            f"step {number} was sampled by version {max(versions)} and earlier steps by version {max(self._versions)}, "
+            f"step {number} was sampled by version {max(versions)} and earlier steps by version {max(earlier)}, "
             "which the engine lost when it was restarted: training.lora.pin_attempts keeps an attempt to one"
         )
 
     def _sampling_of(self, number: int, overrides: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
-        recipe = self._sampling
+        recipe = self._spec.sampling
         seeded = replace(recipe, seed=self._seed(number))
         if self._callers_sampling:
             for name in sorted(overrides.keys() - _SAMPLING):
@@ -421,7 +382,7 @@ class Session:
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
 
     def _seed(self, number: int) -> int:
-        a = self._address
+        a = self._spec.address
         return call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number)
 
     def _begun(self, prompt: Prompt, parse: ReplyParser) -> str:

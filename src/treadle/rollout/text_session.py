@@ -35,7 +35,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.gateway import AgentDriver, AgentSession
 from treadle.rollout.isolation.event_loop import watched_event_loop
-from treadle.rollout.other_models import AttemptModels, Chat, OtherModelConfig, open_models
+from treadle.rollout.other_models import Chat, OtherModelConfig, open_models
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import CallOptions, OtherReply, Reply, Session, SessionSpec
 
@@ -130,11 +130,9 @@ class TextSession(Session):
     keeps_stop = True
 
     def copy(self, role: str) -> Session:
-        if role not in self.copies:
-            copy = TextSession(replace(self._spec, name=f"{self.name}.{role}"), main=self)
-            copy.answer, copy.model = self.answer, self.model
-            self.copies[role] = copy
-        return self.copies[role]
+        copy = TextSession(self._copied(role), calls=self._calls)
+        copy.answer, copy.model = self.answer, self.model
+        return copy
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
@@ -150,8 +148,8 @@ class TextSession(Session):
         if calls := message.get("tool_calls"):
             named = (ToolCall(**{**c, "id": c["id"] or f"c{number:05d}{i:03d}"}) for i, c in enumerate(calls))
             message["tool_calls"] = [*named][: None if options.parallel_tool_calls else 1]
-        limit = self._max_input_tokens if options.max_input_tokens is None else options.max_input_tokens
-        limit = min(limit, self._max_input_tokens)
+        longest = self._spec.max_input_tokens
+        limit = longest if options.max_input_tokens is None else min(options.max_input_tokens, longest)
         is_long = reply.prompt_tokens > limit
         tokens, seconds = (reply.prompt_tokens, reply.completion_tokens), time.perf_counter() - clock
         self._steps[number] = Step(
@@ -208,8 +206,6 @@ class TextRollouts(Rollouts):
         else:
             session = TextSession(spec)
         session.answer, session.model = self.answer, self.model
-        if self._models:
-            session.models = AttemptModels(self._models, session, spec.address)
         return session
 
 

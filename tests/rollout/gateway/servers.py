@@ -18,7 +18,7 @@ from treadle.core.engine import Completion
 from treadle.core.types import Ids, SamplingParams, Step
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser, hermes, plain
-from treadle.rollout.gateway.gateway import Gateway, SessionAddress
+from treadle.rollout.gateway.gateway import ClientSession, Gateway, SessionAddress
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
@@ -76,7 +76,7 @@ class Served:
     url: str
     engine: Any
     renderer: ChatRenderer
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, ClientSession] = field(default_factory=dict)
     clients: list[Any] = field(default_factory=list)
 
     def open(self, name: str = "s", parse: ReplyParser = hermes, **settings: Any) -> SessionAddress:
@@ -85,9 +85,8 @@ class Served:
         address = Address(0, Stream.TRAIN, 0, len(self.sessions), 0)
         longest = settings.pop("longest", 10_000)
         spec = SessionSpec(name, self.engine, self.renderer, sampling, longest, address)
-        session = Session(spec, parse, **settings)
-        self.sessions[name] = session
-        return self.gateway.attach(session)
+        self.sessions[name] = self.gateway.attach(Session(spec, parse, **settings))
+        return self.sessions[name].address
 
     def openai(self, address: SessionAddress, url: str = "") -> openai.AsyncOpenAI:
         """An unmodified client, closed with the server. url: another base URL, then with the secret as API key."""
@@ -105,7 +104,7 @@ class Served:
         return self.clients[-1]
 
     def steps(self, name: str = "s") -> list[Step]:
-        return self.sessions[name].steps
+        return self.sessions[name].session.steps
 
 
 @asynccontextmanager

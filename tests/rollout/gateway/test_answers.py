@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rollout.gateway.servers import Slow, scripted
-from tests.worlds import addresses, plain_renderer, tool, user
+from tests.rollout.kit import attempt
+from tests.worlds import make_step, tool, user
 from treadle.core.outcomes import as_played, as_trained
 from treadle.core.types import DropReason, Message, Task, ToolCall, Trajectory
 from treadle.rollout.agents.clients import anthropic_client
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
 from treadle.rollout.gateway.answers import Answers
+from treadle.rollout.session import Reply
 
 ASK, TASK = Message(role="system", content="You play chess."), user("Who plays chess?")
 
@@ -34,28 +35,23 @@ def look(ident: str, arguments: str = '{"who": "Anna"}') -> ToolCall:
     return ToolCall(id=ident, type="function", function={"name": "look", "arguments": arguments})
 
 
+@dataclass
 class Attempt:
     """The calls of one attempt; numbers are those of arrival."""
 
-    def __init__(self) -> None:
-        self.answers, self.count = Answers(), 0
+    answers: Answers = field(default_factory=Answers)
+    count: int = 0
 
-    def ask(self, prompt: list[Message] | str) -> tuple[int, int]:
-        self.count += 1
-        if isinstance(prompt, str):
-            return self.answers.ask_raw(prompt), self.count - 1
-        return self.answers.ask(prompt), self.count - 1
-
-    def call(self, prompt: list[Message] | str, reply: Message | str) -> None:
-        self.answers.answer(*self.ask(prompt), said(reply) if isinstance(reply, str) else reply)
-
-    def together(self, prompt: list[Message] | str, *replies: Message | str) -> None:
-        for asked, reply in [(self.ask(prompt), reply) for reply in replies]:
-            self.answers.answer(*asked, said(reply) if isinstance(reply, str) else reply)
+    def call(self, prompt: list[Message], *replies: Message | str) -> None:
+        """One request, or several identical ones at a time."""
+        for place, reply in [(self.answers.ask(prompt), reply) for reply in replies]:
+            message = said(reply) if isinstance(reply, str) else reply
+            self.answers.answer(place, Reply(message, make_step(), self.count))
+            self.count += 1
 
     @property
     def unused(self) -> list[int]:
-        return self.answers.unused(range(self.count))
+        return self.answers.unused()
 
 
 TEXTS = st.text("ab\n ", max_size=6)
@@ -78,85 +74,54 @@ def turns(draw: st.DrawFn) -> tuple[Message, Message, Message]:
     return reply, back, draw(st.sampled_from([user, tool]))(draw(TEXTS))
 
 
-@given(st.lists(turns(), min_size=1, max_size=6))
-def test_a_conversation_that_goes_on_throws_nothing_away(conversation: list[tuple[Message, Message, Message]]) -> None:
-    attempt, history = Attempt(), [ASK, TASK]
-    for reply, back, after in conversation:
-        attempt.call(history, reply)
-        history = [*history, back, after]
-    assert attempt.unused == []
-
-
-@given(st.lists(st.tuples(turns(), st.sampled_from(["", "again", "left out"])), min_size=1, max_size=6))
-def test_an_answer_that_no_later_prompt_has_is_thrown_away(conversation: list[tuple[Any, str]]) -> None:
-    """Each turn may be sampled twice, of which the second goes on: for the same prompt, or for one with a note."""
+@given(st.lists(st.tuples(turns(), st.booleans()), min_size=1, max_size=6))
+def test_an_answer_is_thrown_away_if_another_one_to_its_prompt_goes_on(conversation: list[tuple[Any, bool]]) -> None:
     attempt, history, thrown = Attempt(), [ASK, TASK], []
-    for (reply, back, after), draft in conversation:
-        if draft:
+    for (reply, back, after), again in conversation:
+        if again:
             thrown.append(attempt.count)
             attempt.call(history, f"draft {attempt.count}")
-        if draft == "left out":
-            history = [*history, user("Once more.")]
         attempt.call(history, reply)
         history = [*history, back, after]
     attempt.call(history, "the end")
     assert attempt.unused == thrown
 
 
-BEGUN = [TASK, said("Hm."), user("Well?")]
-
-
-def of_two(reply: Message | str, later: list[Message], first: Message | str = "no good") -> list[int]:
-    """Which is thrown away of two answers to a prompt, when this one comes later."""
+def test_of_several_answers_the_one_that_goes_on_was_used() -> None:
     attempt = Attempt()
-    attempt.call([TASK], "Hm.")
-    attempt.call(BEGUN, first)
-    attempt.call(BEGUN, reply)
-    attempt.call(later, "the end")
-    return attempt.unused
-
-
-LONG = "Anna plays chess on Mondays, Bob on Tuesdays."
+    attempt.call([TASK], *(f"answer {n}" for n in range(8)))
+    assert attempt.unused == []
+    attempt.call([TASK, said("answer 3"), user("?")], "end")
+    assert attempt.unused == [0, 1, 2, 4, 5, 6, 7]
+    attempt.call([TASK, said("answer 5")], "another branch")
+    assert attempt.unused == [0, 1, 2, 4, 6, 7]
 
 
 @pytest.mark.parametrize(
-    ("reply", "later"),
+    "later",
     [
-        ("I look.", [*BEGUN, said("I look."), user("!")]),
-        ("I look.", [user("more"), said("I look."), user("!")]),  # earlier messages were dropped
-        ("<think>x</think> I look.", [*BEGUN, said("I look."), user("!")]),  # the agent strips thoughts
-        ("I look.\nObservation: Bob?", [*BEGUN, said("I look."), user("Anna.")]),  # or cuts what it made up
-        ("I look.", [*BEGUN, said("I look.\nObservation: Anna.")]),  # or writes into the turn, which is continued
-        ("I\n look.", [user("So far: I look. And now?")]),
-        (said("", look("c1")), [*BEGUN, said("", look("c1", "{}")), tool("x")]),
-        (said("", look("c1")), [user("more"), said("I do.", look("other", '{"who":"Anna"}')), tool("x")]),
-        (said("", thought="Anna, surely"), [user("Notes: Anna, surely")]),
-        (f"<analysis>so</analysis>\n<summary>\n{LONG}\n</summary>", [user(f"Summary:\n{LONG}\nGo on.")]),
-        (f"Here:\n```python\n{LONG}\n```\nDone.", [user(f"Your code:\n{LONG}\nfails.")]),
-        ("I look.", [ASK | {"content": "Your notes: I look."}, TASK]),
+        [],
+        [[TASK, said("I look."), user("!")]],  # equal to the other
+        [[TASK, said('{"action": "look"}'), user("!")]],  # changed beyond recognition
+        [[user("So far: I look. And now?")]],  # summarized
+        [[TASK, user("A title?")]],  # left out
     ],
 )
-def test_how_a_prompt_repeats_an_answer(reply: Message | str, later: list[Message]) -> None:
-    assert of_two(reply, later) == [1]
-
-
-def test_what_was_in_its_own_prompt_repeats_no_answer() -> None:
-    assert of_two("fine", [*BEGUN, said("fine"), user("?")], first="Hm.") == [1]
-
-
-def test_in_doubt_an_answer_was_used() -> None:
-    """Changed beyond recognition; left for another prompt; the last; equal to the other; equal to a later one."""
-    assert of_two("I look.", [*BEGUN, said('{"action": "look"}'), user("!")]) == []
-    assert of_two("I look.", [user("A title?")]) == []
-    assert of_two("I look.", BEGUN) == []
-    assert of_two(said("", look("c1")), [*BEGUN, said("", look("c1")), tool("x")], said("", look("c0"))) == []
-    assert of_two("Hm.", [*BEGUN, said("Hm."), user("?"), said("I look."), user("!")], "I look.") == []
+def test_in_doubt_an_answer_was_used(later: list[list[Message]]) -> None:
     attempt = Attempt()
-    attempt.call([TASK], "Hm.")
-    attempt.together(BEGUN, *(f"answer {n}" for n in range(8)))
+    attempt.call([TASK], " I look.", "I look.")
+    for prompt in later:
+        attempt.call(prompt, "the end")
     assert attempt.unused == []
-    attempt.call([*BEGUN, said("answer 3"), user("?")], "end")
-    assert attempt.unused == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_an_answer_that_comes_after_another_goes_on_was_used() -> None:
+    answers = Answers()
+    first, second = answers.ask([TASK]), answers.ask([TASK])
+    answers.answer(second, Reply(said("b"), make_step(), 1))
+    answers.ask([TASK, said("b"), user("?")])
+    answers.answer(first, Reply(said("a"), make_step(), 0))
+    assert answers.unused() == []
 
 
 def test_an_agent_that_keeps_no_history_throws_nothing_away() -> None:
@@ -165,31 +130,6 @@ def test_an_agent_that_keeps_no_history_throws_nothing_away() -> None:
     for place, move in [("wood", "dance"), ("wood", "north"), ("you go north: hill", "south"), ("wood", "up")]:
         attempt.call([*shot, user(place)], move)
     assert attempt.unused == []
-    attempt, seen = Attempt(), [TASK]
-    for number in range(3):
-        attempt.call(seen, f"answer {number}")
-        seen = [*seen, user(f"observation {number}")]
-    assert attempt.unused == []
-
-
-def test_raw_prompts() -> None:
-    attempt = Attempt()
-    attempt.together("Q:", " no", " ab", "")
-    attempt.call("Q: ab\nQ:", " no")
-    attempt.call("Q: ab\nQ:", " c")
-    attempt.call("Q: ab\nQ: c\nQ:", " d")
-    assert attempt.unused == [0, 2, 3] and attempt.answers.unused({0, 1, 2, 4, 5}) == [0, 2]
-    attempt.call("Q: ab\nQ:c\nQ:d\nQ:", " e")  # stripped
-    assert attempt.unused == [0, 2, 3]
-
-
-def test_a_turn_that_is_continued_is_used() -> None:
-    attempt = Attempt()
-    attempt.call([TASK], "no")
-    attempt.call([TASK], "Anna")
-    attempt.call([TASK, said("Anna")], " plays.")
-    attempt.call([TASK, said("Anna plays."), user("?")], "end")
-    assert attempt.unused == [0]
 
 
 # Agents of a run
@@ -198,12 +138,12 @@ def test_a_turn_that_is_continued_is_used() -> None:
 Agent = Callable[[Task, Any], Awaitable[float]]
 
 
-async def fates(agent: Agent, text: Callable[[str, int], str], **settings: Any) -> tuple[list[Any], Trajectory]:
+async def fates(
+    agent: Agent, text: Callable[[str, int], str], extras: dict[str, Any] | None = None, **settings: Any
+) -> tuple[list[Any], Trajectory]:
     """Play an attempt; return why each of its steps is dropped, and the attempt."""
-    config = RolloutConfig(max_steps=20, max_input_tokens=4000, **settings)
-    players = Players({}, {"a": agent}, {})  # type: ignore[dict-item]
-    async with open_rollouts(Slow(scripted(text)), plain_renderer(), players, config) as rollouts:
-        trajectory = await rollouts.start("g", Task("t", [TASK], agent="a"), addresses())[0]
+    settings = {"max_steps": 20, "max_input_tokens": 4000, **settings}
+    trajectory = await attempt(agent, Slow(scripted(text)), [TASK], extras, **settings)
     assert trajectory.failure is None, trajectory.failure
     return [step.dropped for step in trajectory.steps], trajectory
 
@@ -234,36 +174,18 @@ async def test_a_reply_that_is_asked_for_again_is_neither_played_nor_trained() -
     assert dropped == [None] * 6
 
 
-@pytest.mark.xdist_group("anthropic")
-async def test_a_compaction_as_claude_code_does_it() -> None:
-    """A title beside the first call, in doubt; a summary that is asked for again; then only what stood in its tags."""
-
+async def test_a_summary_that_is_asked_for_again_is_rejected_by_its_agent() -> None:
     async def compacts(task: Task, client: Any) -> float:
-        async with anthropic_client(client) as sdk:
-
-            async def ask(*messages: Any) -> Any:
-                answer = await sdk.messages.create(model="m", max_tokens=200, messages=messages)
-                return {"role": "assistant", "content": [block.model_dump() for block in answer.content]}
-
-            start = user("Who plays chess?")
-            _, first = await asyncio.gather(ask(user("Write a title.")), ask(start))
-            history = [start, first, user("go on")]
-            history += [await ask(*history), user("Summarise.")]
-            await ask(*history)
-            summary = (await ask(*history))["content"][0]["text"]
-            kept = summary.partition("<summary>")[2].partition("</summary>")[0]
-            history = [user(f"This session is continued. Summary:{kept}")]
-            await ask(*history, await ask(*history), user("?"))
+        history = [TASK, await chat(client, TASK), user("Summarize.")]
+        draft = await client.chat.completions.create(model="m", messages=history)
+        summary = await chat(client, *history)
+        headers = {"x-treadle-rejects": draft.id} if task.extras["says"] else None
+        await chat(client, user(f"So far: {summary['content']}"), extra_headers=headers)
         return 1.0
 
-    def text(prompt: str, number: int) -> str:
-        summary = f"<analysis>{number}</analysis><summary>\n{number}: {LONG}\n</summary>"
-        return summary if "Summarise" in prompt else f"answer {number}."
-
-    dropped, trajectory = await fates(compacts, text)
-    written = [plain_renderer().text(step.completion_ids) for step in trajectory.steps]
-    assert [w for w, why in zip(written, dropped, strict=True) if why is OUT] == [written[3]]
-    assert dropped.count(None) == 6 and written[3].startswith("<analysis>3")
+    for says, fate in ((True, OUT), (False, None)):
+        dropped, _ = await fates(compacts, lambda prompt, number: f"answer {number}.", extras={"says": says})
+        assert dropped == [None, fate, None, None]
 
 
 async def test_best_of_n_inside_an_agent() -> None:
@@ -276,22 +198,6 @@ async def test_best_of_n_inside_an_agent() -> None:
 
     dropped, _ = await fates(votes, lambda prompt, number: f"answer {number}.")
     assert dropped == [OUT, OUT, None, OUT, None, None, None]
-
-
-async def test_a_sub_agent_of_which_only_the_result_goes_on() -> None:
-    async def delegates(task: Task, client: Any) -> float:
-        first = await chat(client, *task.prompt)
-        own = [user("Look for Anna.")]
-        for _ in range(2):
-            own += [await chat(client, *own), user("and?")]
-        await chat(client, *own)
-        result = await chat(client, *own)
-        history = [*task.prompt, first, user(f"Your helper: {result['content']}")]
-        await chat(client, *history)
-        return 1.0
-
-    dropped, _ = await fates(delegates, lambda prompt, number: f"answer {number}.")
-    assert dropped == [None, None, None, OUT, None, None]
 
 
 @pytest.mark.xdist_group("anthropic")

@@ -424,10 +424,10 @@ async def test_sampling_is_the_recipes_in_training_and_the_callers_elsewhere() -
             await chat.chat.completions.create(model="m", messages=HELLO, temperature=0.25, max_tokens=7, stop="x")
         _, asked = server.steps("recipe")
         assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (1.0, 500, ("x",))
-        assert sorted(server.sessions["recipe"].notes) == ["max_tokens", "temperature"]
+        assert sorted(server.sessions["recipe"].session.notes) == ["max_tokens", "temperature"]
         _, asked = server.steps("callers")
         assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.sampling.stop) == (0.25, 7, ("x",))
-        assert server.sessions["callers"].notes == {}
+        assert server.sessions["callers"].session.notes == {}
 
 
 def test_what_clients_write_of_sampling_is_brought_within_its_bounds() -> None:

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -103,8 +102,8 @@ async def test_a_task_with_two_tools(name: str, program: str, programs: Path, tm
         finally:
             if process.returncode is None:
                 process.kill()
-        session: Any = server.sessions["s"]
-        assert (process.returncode, session.bad_requests, session.unanswered) == (0, [], []), said.decode()[-2000:]
+        calls = server.sessions["s"].exchanges
+        assert (process.returncode, calls.bad_requests, calls.unanswered) == (0, [], []), said.decode()[-2000:]
         assert (tmp_path / "one.txt").read_text() == "one\n" and "all done" in said.decode()
         tool, _ = CALLS[program]
         steps = [step for step in server.steps() if tool in family.renderer.decode(step.prompt_ids)]

@@ -12,21 +12,21 @@ from openai import AsyncOpenAI
 
 from tests.rollout.gateway.servers import Served, Slow, looks_then_answers, scripted, served
 from tests.rollout.gateway.test_fuzz import BODIES, is_error
-from tests.rollout.test_agents import TASK, once, played
+from tests.rollout.kit import TASK, once, played
 from tests.until import CEILING, until
 from tests.worlds import saying, user
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.rollout.config import GatewayConfig, RolloutConfig, listen, url_of
-from treadle.rollout.gateway.gateway import Attached, SessionAddress
+from treadle.rollout.gateway.gateway import ClientSession, SessionAddress
 
 
 def engine() -> Slow:
     return Slow(scripted(looks_then_answers))
 
 
-def attached(server: Served, address: SessionAddress) -> Attached:
+def attached(server: Served, address: SessionAddress) -> ClientSession:
     found = server.gateway.find(address.secret)
     assert found is not None
     return found

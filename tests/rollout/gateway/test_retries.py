@@ -19,7 +19,7 @@ from treadle.core.errors import DataError, EngineError
 from treadle.core.types import DropReason, Ids, SamplingParams, StopReason
 from treadle.rendering.replies import plain
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.session import GivenUp
+from treadle.rollout.gateway.retries import GivenUp
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
 
@@ -191,10 +191,10 @@ async def test_an_identical_request_that_was_under_way_is_no_retry_of_one_that_f
     async with asked(engine) as (server, http, address):
         results = await asyncio.gather(*(ask(http, address) for _ in range(2)), return_exceptions=True)
         assert sum(isinstance(result, httpx.HTTPStatusError) for result in results) == 1
-        assert len(server.sessions["s"].unanswered) == 1
+        assert len(server.sessions["s"].exchanges.unanswered) == 1
         assert await ask(http, address) == "x"
         await server.gateway.detach(address.secret)
-        assert server.sessions["s"].unanswered == []
+        assert server.sessions["s"].exchanges.unanswered == []
 
 
 @pytest.mark.parametrize(("failed", "retry", "left"), [("a", "a", 0), ("a", "b", 1)])
@@ -211,11 +211,11 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
         attached.exchanges._max_running = 1
         await ask(http, address, idempotency_key=retry)
         await server.gateway.detach(address.secret)
-        assert len(server.sessions["s"].unanswered) == left
+        assert len(server.sessions["s"].exchanges.unanswered) == left
 
 
 def unanswered(server: Served) -> list[type[BaseException]]:
-    return [type(request.error) for request in server.sessions["s"].unanswered]
+    return [type(request.error) for request in server.sessions["s"].exchanges.unanswered]
 
 
 @pytest.mark.parametrize("became", ["sampled", "aborted", "failed"])
@@ -321,9 +321,9 @@ async def test_what_is_refused_for_its_size_is_unanswered() -> None:
             with pytest.raises(httpx.HTTPStatusError, match="413"):
                 await ask(http, address, {**BODY, "user": "x" * 3000})
         await ask(http, address)
-        [request] = server.sessions["s"].unanswered
+        [request] = server.sessions["s"].exchanges.unanswered
         assert isinstance(request.error, DataError) and str(request.error) == "the request is larger than 3000 bytes"
-        assert server.sessions["s"].bad_requests == []
+        assert server.sessions["s"].exchanges.bad_requests == []
 
 
 async def test_a_client_that_goes_while_it_sends_is_unanswered_until_it_asks_again() -> None:
@@ -377,7 +377,7 @@ async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
         await until(server.steps)
         await server.gateway.detach(address.secret)
         assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED]
-        assert len(server.sessions["s"].unanswered) == 1
+        assert len(server.sessions["s"].exchanges.unanswered) == 1
 
 
 async def test_too_many_requests_in_flight() -> None:
@@ -459,7 +459,7 @@ async def storm(server: Served, sessions: int, turns: int, seed: int) -> Counter
             received += await asyncio.gather(*(stubborn(http, address, body, key, dice) for key in keys))
             turn += 1
         await server.gateway.detach(address.secret)
-        server.sessions[name].close()
+        server.sessions[name].session.close()
         steps = server.steps(name)
         live = [step for step in steps if step.dropped is None]
         assert sorted(step.completion_ids.tolist() for step in live) == sorted(received)

@@ -103,9 +103,10 @@ class HarborDriver(GatewayDriver):
         Raises ConfigError for a configuration refused by Harbor, EngineError if the arriving token ids differ from the
         sampled ones.
         """
-        async with self.gateway.attached(session) as address:
-            await check_trial(self._pool, self._order(session.name, task, address))
-            answer = await self._pool.call({"probe": self._order(session.name, task, address)})
+        async with self.gateway.attached(session) as clients:
+            order = self._order(session.name, task, clients.address)
+            await check_trial(self._pool, order)
+            answer = await self._pool.call({"probe": order})
         sampled = [(step.prompt_ids.tolist(), step.completion_ids.tolist()) for step in session.steps]
         if (answer.get("prompt"), answer.get("completion")) not in sampled or not answer.get("logprobs"):
             what = answer.get("error") or "the answer has other token ids than were sampled, or no log-probabilities"

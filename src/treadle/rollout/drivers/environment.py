@@ -31,7 +31,6 @@ from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.history import History
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError, Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode, is_async
-from treadle.rollout.other_models import AttemptModels
 from treadle.rollout.session import CallOptions, Session
 from treadle.rollout.session import Reply as SessionReply
 
@@ -56,7 +55,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         """Play an attempt and close its environment. A failing `close` is a warning and leaves the reward unchanged."""
         factory = self._environments[task.environment]
-        environment = IsolatedEnvironment(task.environment, factory, user, self._config, session.models)
+        environment = IsolatedEnvironment(task.environment, factory, user, self._config)
         ended_by: AttemptError | None
         try:
             ended_by = await self._play(environment, task, session)
@@ -65,8 +64,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         finally:
             session.close()
             warning = await environment.close()
-        if session.models is not None:
-            ended_by = session.models.failure_of(ended_by)
+        if user.models is not None:
+            ended_by = user.models.failure_of(ended_by)
         outcome = outcome_of(session.steps, ended_by, user.cause)
         return replace(
             outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics.measured()
@@ -95,20 +94,20 @@ class EnvironmentDriver(AttemptDriver[Session]):
                 session.reject(reply.number)
             else:
                 session.reward_last(Reward.of(answer.reward))
-            _reward_copies(session, answer.rewards)
+            environment.reward_copies(answer.rewards)
             if answer.done:
                 break
             history.add(reply.message, answer)
             state = answer.state
         else:
             limit = StepsExceeded(self._config.max_steps)
-        if session.models is None or not session.models.copies:
+        if not environment.copies:
             # The engine may wait for this session, and `finish` may be slow.
             session.close()
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
         finish = await environment.finish(ended)
         session.reward_last(Reward.of(finish.reward), add=True)
-        _reward_copies(session, finish.rewards)
+        environment.reward_copies(finish.rewards)
         return limit
 
     async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
@@ -143,11 +142,6 @@ class EnvironmentDriver(AttemptDriver[Session]):
         raise ContextExceeded(tokens, self._config.max_input_tokens)
 
 
-def _reward_copies(session: Session, rewards: Mapping[str, float | Reward]) -> None:
-    for role, reward in rewards.items():
-        session.copy(role).reward_last(Reward.of(reward), add=True)
-
-
 def _options(history: History, environment: IsolatedEnvironment) -> CallOptions:
     return CallOptions(
         tool_calls=environment.takes_reply,
@@ -162,19 +156,13 @@ class IsolatedEnvironment:
     `async` methods run on the event loop, others on the attempt's thread. An environment given as a class is also
     constructed there, unless its `step` is `async`.
 
-    models: models beside the policy that it may call. longest_wait: set by `make`. tools, takes_reply (whether `step`
-    takes a parsed `Reply`), required_steps: set by `reset`.
+    longest_wait: set by `make`. tools, takes_reply (whether `step` takes a parsed `Reply`), required_steps: set by
+    `reset`. copies: roles of the policy beside the attempt's own.
     """
 
-    def __init__(
-        self,
-        name: str,
-        factory: EnvironmentFactory,
-        user: UserCode,
-        config: RolloutConfig,
-        models: AttemptModels | None = None,
-    ) -> None:
-        self._name, self._factory, self._user, self._config, self._models = name, factory, user, config, models
+    def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, config: RolloutConfig) -> None:
+        self._name, self._factory, self._user, self._config = name, factory, user, config
+        self.copies = user.models.copies if user.models else []
         self._environment: Environment | None = None
         self.metrics: EnvMetrics
         self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
@@ -214,6 +202,12 @@ class IsolatedEnvironment:
             return Finish()
         return await self._call("finish", ended, check=self._checked_finish)
 
+    def reward_copies(self, rewards: Mapping[str, float | Reward]) -> None:
+        """Add rewards of the policy's other roles, checked before."""
+        for role, reward in rewards.items():
+            assert self._user.models is not None
+            self._user.models.session_of(role).reward_last(Reward.of(reward), add=True)
+
     async def close(self) -> str:
         """Close the environment. Return any failure as a warning; the attempt is over and keeps its reward.
 
@@ -243,8 +237,8 @@ class IsolatedEnvironment:
 
     def _make(self) -> None:
         self._environment = self._factory()
-        if self._models:
-            self._environment.models = self._models
+        if self._user.models:
+            self._environment.models = self._user.models
         self.metrics = EnvMetrics(self._name, self._environment)
         self.longest_wait = float(getattr(self._environment, "longest_wait", 0.0))
 
@@ -291,10 +285,9 @@ class IsolatedEnvironment:
 
     def _check_rewards(self, rewards: object, method: str) -> None:
         """Check the rewards of the policy's other roles."""
-        copies = self._models.copies if self._models else []
-        if not isinstance(rewards, Mapping) or (unknown := [role for role in rewards if role not in copies]):
+        if not isinstance(rewards, Mapping) or (unknown := [role for role in rewards if role not in self.copies]):
             what = f"rewards of {unknown[0]!r}" if isinstance(rewards, Mapping) else f"rewards={rewards!r:.100}"
-            known = f"models has {', '.join(copies)}" if copies else "models has none"
+            known = f"models has {', '.join(self.copies)}" if self.copies else "models has none"
             raise _failure(
                 f"{method} gave {what}; they belong to copies of the policy, by name: {known} (policy: true)"
             )

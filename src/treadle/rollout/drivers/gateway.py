@@ -23,10 +23,10 @@ from treadle.rollout.agents.agent import Agent, Recovered
 from treadle.rollout.agents.clients import client_of
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
-from treadle.rollout.gateway.answers import Answers
 from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.gateway.retries import Exchanges, GivenUp
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.session import CallOptions, GivenUp, Reply, Session, SessionSpec
+from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
 
@@ -46,44 +46,29 @@ class AgentSession(Session):
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
         super().__init__(spec, parse)
-        self._max_calls, self._failed = max_calls, 0
+        self._max_calls, self._counted = max_calls, 0
         self.last_error: CallError | None = None
         self.errors: asyncio.Queue[CallError] = asyncio.Queue()
-        self._answers, self._asked = Answers(), dict[int, int]()
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
         with self._watched():
-            return self._answered(await super().chat(messages, tools, options))
+            return await super().chat(messages, tools, options)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
         with self._watched():
-            return self._answered(await super().complete(prompt, options))
-
-    def reject_unused(self) -> None:
-        """Reject the steps with answers that the agent discarded (`gateway.answers`)."""
-        for number in self._answers.unused({number for number, step in self._steps.items() if step.dropped is None}):
-            if number not in self.said_used:
-                self.reject(number)
+            return await super().complete(prompt, options)
 
     def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
         # Again, as other calls may have been numbered while this one was rendered.
         self._check_calls()
-        if prompt.messages:
-            place = self._answers.ask(prompt.messages, prompt.rendering.values if prompt.rendering else ())
-        else:
-            place = self._answers.ask_raw(self.renderer.decode(prompt.ids))
         number = super()._numbered(prompt, limit)
-        self._asked[number] = place
+        self._counted += 1
         return number
 
-    def _answered(self, reply: Reply) -> Reply:
-        self._answers.answer(self._asked.pop(reply.number), reply.number, reply.message)
-        return reply
-
     def _check_calls(self) -> None:
-        if self._calls - self._failed >= self._max_calls:
+        if self._counted >= self._max_calls:
             raise StepsExceeded(self._max_calls)
 
     @contextmanager
@@ -93,7 +78,7 @@ class AgentSession(Session):
             yield
         except (StepsExceeded, ContextExceeded, EngineError) as error:
             self.last_error = error
-            self._failed += isinstance(error, EngineError)
+            self._counted -= isinstance(error, EngineError)
             self.errors.put_nowait(error)
             raise
         if not isinstance(self.last_error, StepsExceeded):
@@ -150,11 +135,18 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         refused for a limit, or got no answer, that call's error decides how the attempt ended; for a limit, the code's
         own error becomes a warning.
         """
+        clients = self.gateway.attach(session, models=user.models)
         try:
-            graded = await self._attached(task, session, user)
+            try:
+                graded = await self.run(task, session, clients.address, user)
+            finally:
+                await self.gateway.detach(clients.address.secret)
+                session.close()
+                if self.config.infer_rejected:
+                    clients.reject_unused()
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
-            ended_by = _lost(session, error) or session.last_error
+            ended_by = _lost(session, clients.exchanges, error) or session.last_error
             if error.cause is not user.cause or ended_by is None:
                 outcome = outcome_of(session.steps, error, user.cause)
             else:
@@ -164,39 +156,31 @@ class GatewayDriver(AttemptDriver[AgentSession]):
             failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
             outcome = outcome_of(session.steps, failure, user.cause)
         else:
-            outcome = outcome_of(session.steps, _ended_by(graded, session, user.cause), user.cause)
+            ended_by = _ended_by(graded, session, clients.exchanges, user.cause)
+            outcome = outcome_of(session.steps, ended_by, user.cause)
             if not outcome.failure:
                 outcome = replace(outcome, metrics=graded.metrics, warning=graded.warning)
-        if not (refused := session.bad_requests):
+        if not (refused := clients.exchanges.bad_requests):
             return outcome
         what = f"{len(refused)} of its requests were malformed, the first: {refused[0]}"
         metrics = outcome.metrics + measured("trajectory", {BAD_REQUESTS: [len(refused)]})
         return replace(outcome, metrics=metrics, warning="; ".join(filter(None, (outcome.warning, what))))
 
-    async def _attached(self, task: Task, session: AgentSession, user: UserCode) -> Graded:
-        try:
-            async with self.gateway.attached(session) as address:
-                return await self.run(task, session, address, user)
-        finally:
-            session.close()
-            if self.config.infer_rejected:
-                session.reject_unused()
 
-
-def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptError | None:
+def _ended_by(graded: Graded, session: AgentSession, calls: Exchanges, cause: Cause) -> AttemptError | None:
     """Return the error that ended a graded attempt: a permanently failed call, or the limit met by its last call."""
     if isinstance(graded.ended_by, TrajectoryFailure):
         return graded.ended_by
-    lost = [f.error for f in session.unanswered if not (graded.stopped and isinstance(f.error, GivenUp))]
+    lost = [f.error for f in calls.unanswered if not (graded.stopped and isinstance(f.error, GivenUp))]
     if lost and not graded.recovered:
         return _failure(lost[0], cause)
     over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
     return graded.ended_by or (None if over else session.last_error)
 
 
-def _lost(session: AgentSession, raised: TrajectoryFailure) -> AttemptError | None:
+def _lost(session: AgentSession, calls: Exchanges, raised: TrajectoryFailure) -> AttemptError | None:
     """Return the failure of an unanswered call. For a refused one, the error its code then raised is more specific."""
-    errors = [failed.error for failed in session.unanswered]
+    errors = [failed.error for failed in calls.unanswered]
     refusals = DataError if session.last_error is None else ()
     lost = next((error for error in errors if not isinstance(error, refusals)), None)
     # Possibly caused by the error raised elsewhere.

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from treadle.core.types import DropReason, Message
+from treadle.rollout.gateway.answers import Answers
 from treadle.rollout.gateway.request import Answer, AnyReply, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
-from treadle.rollout.other_models import POLICY, AttemptModel
+from treadle.rollout.other_models import POLICY, AttemptModel, AttemptModels
 from treadle.rollout.session import Reply, Session
 
 
@@ -60,26 +61,28 @@ _VERDICTS = {"x-treadle-rejects": False, "x-treadle-accepts": True}
 """Header -> whether the answers it names were used."""
 
 
-class Attached:
+class ClientSession:
     """A session open to clients. Remembers conversations for requests that continue them by id.
 
-    recorder: recorder of the session, if any. opens: opens sessions, for keys that may. bytes_in_flight: size of
-    requests being received or sampled.
+    models: models beside the policy that clients may call; None if there are none. recorder: recorder of the session,
+    if any. opens: opens sessions, for keys that may. exchanges: its requests. bytes_in_flight: size of those being
+    received or sampled.
     """
 
     def __init__(
         self,
         session: Session,
-        exchanges: Exchanges,
-        note: Callable[[str], None],
+        address: SessionAddress,
+        gateway: Gateway,
+        models: AttemptModels | None = None,
         recorder: Recorder | None = None,
         opens: Opener | None = None,
     ) -> None:
-        self.session, self.exchanges, self._note = session, exchanges, note
+        self.session, self.address, self.models, self._note = session, address, models, gateway.note
         self.recorder, self.opens = recorder, opens
-        if recorder is not None:
-            session.on_dropped = recorder.drop
+        self.exchanges = Exchanges(self._set_delivered, gateway.grace, gateway.max_in_flight)
         self.bytes_in_flight = 0
+        self._answers, self._said_used = Answers(), dict[int, bool]()  # by number of the step
         self._responses: dict[str, tuple[Message, ...]] = {}
         self._numbers: dict[str, list[int]] = {}  # numbers of steps, by response id
 
@@ -91,7 +94,7 @@ class Attached:
                 verdicts |= dict.fromkeys(
                     self.numbers(ident, name, "give the ids of answers of this session, separated by commas"), used
                 )
-        self.session.said_used |= verdicts
+        self._said_used |= verdicts
         if self.recorder is not None:
             for number, used in verdicts.items():
                 self.recorder.drop(number, None if used else DropReason.REJECTED)
@@ -117,6 +120,7 @@ class Attached:
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
         whole = replace(request, messages=(*opening, *history))
         samples = request.choices * (1 if request.prompts is None else len(request.prompts))
+        asked = self._answers.ask(whole.messages) if other is None and request.prompts is None else None
         replies = await self._gather([self._call(whole, number, other) for number in range(samples)])
         for kind in request.left_out:
             self._note(f"agents offer tools of type {kind}, which no model here supports: they are left out")
@@ -127,6 +131,9 @@ class Attached:
                 if isinstance(reply, Reply):
                     self.recorder.call(reply, whole)
         self._numbers[ident] = [reply.number for reply in replies if isinstance(reply, Reply)]
+        if asked is not None:
+            for reply in replies:
+                self._answers.answer(asked, reply)
         if request.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
         renderer = (other and other.renderer) or self.session.renderer
@@ -134,7 +141,7 @@ class Attached:
 
     def _other(self, request: CompletionRequest) -> AttemptModel | None:
         """Return the model beside the policy named by a request, if the recipe has any."""
-        models, name = self.session.models, request.model
+        models, name = self.models, request.model
         if models is None or name in ("", POLICY):
             return None
         if name not in models:
@@ -177,9 +184,27 @@ class Attached:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
+    def reject_unused(self) -> None:
+        """Reject the steps with discarded answers (`gateway.answers`), unless the agent said that it used them."""
+        for number in self._answers.unused():
+            if number not in self._said_used:
+                self.session.reject(number)
+
+    async def close(self) -> None:
+        """Abort requests in flight; drop the steps of answers that were undelivered or reported as unused."""
+        await self.exchanges.close()
+        for number, used in self._said_used.items():
+            if not used:
+                self.session.reject(number)
+
+    def _set_delivered(self, number: int, delivered: bool) -> None:
+        self.session.set_delivered(number, delivered)
+        if self.recorder is not None:
+            self.recorder.drop(number, None if delivered else DropReason.CANCELLED)
+
     def _drop(self, call: asyncio.Task[AnyReply]) -> None:
         if not call.cancelled() and call.exception() is None and isinstance(reply := call.result(), Reply):
-            self.session.set_delivered(reply.number, False)
+            self._set_delivered(reply.number, False)
 
 
 class Gateway:
@@ -205,46 +230,47 @@ class Gateway:
     ) -> None:
         self.model, self.max_body, self.max_bytes_in_flight = model, max_body, max_bytes_in_flight
         self.url = ""  # set by `serving`
-        self._grace, self._max_in_flight = grace, max_in_flight
+        self.grace, self.max_in_flight = grace, max_in_flight
         self._log, self._logged = log, set[str]()
-        self._attached: dict[bytes, Attached] = {}
+        self._attached: dict[bytes, ClientSession] = {}
 
     def attach(
         self,
         session: Session,
         secret: str | None = None,
+        models: AttemptModels | None = None,
         recorder: Recorder | None = None,
         opens: Opener | None = None,
-    ) -> SessionAddress:
-        """Open a session to clients, by default under a new secret. recorder, opens: see `Attached`."""
+    ) -> ClientSession:
+        """Open a session to clients, by default under a new secret. models, recorder, opens: see `ClientSession`."""
         secret = secret or secrets.token_urlsafe(32)
-        exchanges = Exchanges(session, self._grace, self._max_in_flight)
-        self._attached[_digest(secret)] = Attached(session, exchanges, self._note, recorder, opens)
-        return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
+        address = SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
+        attached = self._attached[_digest(secret)] = ClientSession(session, address, self, models, recorder, opens)
+        return attached
 
     async def detach(self, secret: str) -> None:
         """Close a session to clients. Its calls in flight are aborted; its steps stay. Ignores unknown secrets."""
         attached = self._attached.pop(_digest(secret), None)
         if attached is not None:
-            await attached.exchanges.close()
+            await attached.close()
 
     @asynccontextmanager
-    async def attached(self, session: Session) -> AsyncIterator[SessionAddress]:
-        address = self.attach(session)
+    async def attached(self, session: Session, models: AttemptModels | None = None) -> AsyncIterator[ClientSession]:
+        attached = self.attach(session, models=models)
         try:
-            yield address
+            yield attached
         finally:
-            await self.detach(address.secret)
+            await self.detach(attached.address.secret)
 
     async def close(self) -> None:
         while self._attached:
             _, attached = self._attached.popitem()
-            await attached.exchanges.close()
+            await attached.close()
 
-    def find(self, secret: str) -> Attached | None:
+    def find(self, secret: str) -> ClientSession | None:
         return self._attached.get(_digest(secret))
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             self._log(line)

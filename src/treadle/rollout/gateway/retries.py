@@ -7,7 +7,7 @@ A request is a retry only if
 It then joins the earlier exchange: waits for its answer, or is answered from the record. Anything else is a new sample.
 
 A request that failed here, or that its client gave up (a time limit, a disconnect, the end of its attempt), is noted as
-`Session.unanswered` until a retry of it is answered: the attempt's grade might reflect a slow engine.
+`Exchanges.unanswered` until a retry of it is answered: the attempt's grade might reflect a slow engine.
 
     asked --sampling--> answered --delivered--> done
        \\ given up: `grace` seconds, then aborted  \\ given up: its steps are dropped until a retry takes them
@@ -24,12 +24,38 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.core.errors import ContextExceeded, DataError, StepsExceeded
+from treadle.core.errors import ContextExceeded, DataError, StepsExceeded, TreadleError
 from treadle.rollout.gateway.request import Answer, ApiError
-from treadle.rollout.session import GivenUp, Reply, Session, Unanswered
+from treadle.rollout.session import Reply
 
 _FOR_NOW = (429, 503)
 _TURNS = 10  # turns of the event loop for noticing a closed connection; it takes six
+
+
+class GivenUp(TreadleError, TimeoutError):
+    """Raised if a call ended by a client's own time limit, a disconnect, or the end of its attempt, before the answer.
+
+    seconds: time waited for the call.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"its client gave it up after {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unanswered:
+    """A client's request without an answer, by the digest of its body and its idempotency key.
+
+    error: error on this side, or GivenUp.
+    """
+
+    body: bytes
+    key: str | None
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +99,19 @@ class Exchange:
 class Exchanges:
     """The exchanges of one session.
 
-    grace: seconds to keep sampling after the last client left, so that a retry can join.
-    max_running: number of exchanges sampled concurrently.
+    set_delivered: called with the number of a step, and whether its answer reached the client. grace: seconds to keep
+    sampling after the last client left, so that a retry can join. max_running: number of exchanges sampled
+    concurrently. bad_requests: why requests were refused as malformed. unanswered: requests that failed, were too large
+    or were given up, without an answered retry.
 
     Invariant: a step is dropped (as cancelled) exactly while its answer has been given up and never fully delivered.
     A failed or abandoned request counts as answered only by a later one with a delivered answer.
     """
 
-    def __init__(self, session: Session, grace: float, max_running: int) -> None:
-        self._session, self._grace, self._max_running = session, grace, max_running
+    def __init__(self, set_delivered: Callable[[int, bool], None], grace: float, max_running: int) -> None:
+        self._deliver, self._grace, self._max_running = set_delivered, grace, max_running
+        self.bad_requests: list[str] = []
+        self.unanswered: list[Unanswered] = []
         self._by_body: dict[bytes, list[Exchange]] = {}
         self._by_key: dict[str, Exchange] = {}
         self._void: Counter[bytes] = Counter()  # unanswered requests by body; their retries are new samples
@@ -163,15 +193,15 @@ class Exchanges:
         elif error.status in _FOR_NOW:
             self.lose(error, origin)
         else:
-            self._session.bad_requests.append(error.message)
+            self.bad_requests.append(error.message)
 
     def lose(self, error: BaseException, origin: Origin) -> None:
         """Record that a request, or its retry, got no answer."""
         self._take_unanswered(origin)
-        self._session.unanswered.append(Unanswered(origin.body, origin.key, error))
+        self.unanswered.append(Unanswered(origin.body, origin.key, error))
 
     async def close(self) -> None:
-        """Abort running samples; drop the steps of answers that were undelivered or marked as unused."""
+        """Abort running samples; drop the steps of undelivered answers."""
         for exchange in self._exchanges():
             if exchange.waiting and not exchange.delivered:
                 self._note_given_up(exchange)
@@ -185,15 +215,13 @@ class Exchanges:
                 exchange.abort.cancel()
             if not exchange.delivered:
                 self._set_delivered(exchange, False)
-        for number in [number for number, used in self._session.said_used.items() if not used]:
-            self._session.reject(number)
 
     def _exchanges(self) -> list[Exchange]:
         return [exchange for exchanges in self._by_body.values() for exchange in exchanges]
 
     def _take_unanswered(self, origin: Origin) -> Unanswered | None:
         """Remove and return the unanswered request that this one retries, if any."""
-        failed = self._session.unanswered
+        failed = self.unanswered
         same = [f for f in failed if not (f.key and origin.key and f.key != origin.key)]
         retried = next((f for body in (origin.body, origin.unread) for f in same if f.body == body), None)
         if retried is not None:
@@ -202,7 +230,7 @@ class Exchanges:
 
     def _put_back(self, exchange: Exchange) -> None:
         if exchange.repeats is not None:
-            self._session.unanswered.append(exchange.repeats)
+            self.unanswered.append(exchange.repeats)
             exchange.repeats = None
 
     def _sampled(self, exchange: Exchange) -> None:
@@ -253,7 +281,7 @@ class Exchanges:
         if exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None:
             for reply in exchange.task.result().replies:
                 if isinstance(reply, Reply):
-                    self._session.set_delivered(reply.number, delivered)
+                    self._deliver(reply.number, delivered)
 
     def _forget(self, exchange: Exchange) -> None:
         same = self._by_body.get(exchange.origin.body, [])

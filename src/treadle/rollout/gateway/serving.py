@@ -30,12 +30,11 @@ from treadle.core.rewards import LARGEST
 from treadle.core.text import read_json
 from treadle.rollout.config import GatewayConfig, listen, url_of
 from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
-from treadle.rollout.gateway.gateway import Attached, Gateway
+from treadle.rollout.gateway.gateway import ClientSession, Gateway
 from treadle.rollout.gateway.messages import MESSAGES, CountRequest
 from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, Number, RequestModel, Text, read
 from treadle.rollout.gateway.responses import RESPONSES
-from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
-from treadle.rollout.session import GivenUp
+from treadle.rollout.gateway.retries import Exchange, Exchanges, GivenUp, Origin
 
 _LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between checks whether the server listens
@@ -148,10 +147,10 @@ async def _count_tokens(gateway: Gateway, request: Request) -> Response:
 
 
 async def _list_models(gateway: Gateway, request: Request) -> Response:
-    session = _session(gateway, request).session
+    models = _session(gateway, request).models
     openai = {"object": "model", "created": 0, "owned_by": "treadle"}
     anthropic = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-    names = (gateway.model, *(session.models or ()))
+    names = (gateway.model, *(models or ()))
     listed = [{"id": name, **openai, **anthropic, "display_name": name} for name in names]
     return JSONResponse({"object": "list", "data": listed, "has_more": False})
 
@@ -174,7 +173,7 @@ async def _open_session(gateway: Gateway, request: Request) -> Response:
         if attached.opens is None:
             raise ApiError(404, "this key opens no sessions: start treadle serve with --record, and use its own key")
         session, recorder = attached.opens(read(OpenRequest, _json(raw or b"{}")).task_id)
-        address = gateway.attach(session, recorder=recorder)
+        address = gateway.attach(session, recorder=recorder).address
     urls = {"base_url": address.base_url, "anthropic_url": address.anthropic_url}
     return JSONResponse({"id": recorder.ident, **urls, "api_key": address.secret})
 
@@ -217,7 +216,7 @@ def _secret(request: Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def _session(gateway: Gateway, request: Request) -> Attached:
+def _session(gateway: Gateway, request: Request) -> ClientSession:
     """Find the session of a request. Raises the same ApiError for an expired secret as for an unknown one."""
     if attached := gateway.find(_secret(request)):
         return attached
@@ -227,7 +226,7 @@ def _session(gateway: Gateway, request: Request) -> Attached:
     raise ApiError(401, f"the API key is wrong, or its session has ended; {remedy}", code="invalid_api_key")
 
 
-async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> tuple[Attached, bytes]:
+async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> tuple[ClientSession, bytes]:
     """Find a request's session and read its body, counted as in flight until the stack is closed.
 
     Raises ApiError: before reading if there is no such session; at a limit, without reading further.

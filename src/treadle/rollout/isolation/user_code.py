@@ -20,13 +20,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from traceback import FrameSummary, StackSummary, TracebackException
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import treadle.core
 from treadle.core.errors import Cause, TrajectoryFailure, failure_in
 from treadle.core.metrics import Measures
 from treadle.core.text import redacted
 from treadle.rollout.isolation.interrupts import Interrupt
+
+if TYPE_CHECKING:
+    from treadle.rollout.other_models import AttemptModels
 
 T = TypeVar("T")
 
@@ -44,12 +47,13 @@ class UserCode:
     """Calls the user code of one attempt.
 
     name: "environment 'lookup'". cause: cause of its failures. attempt: "task 7, trajectory g000003.1".
-    blocked_seconds: time that it blocked the event loop, a second or longer at a time. measured: trajectory metrics
-    added by helpers such as judges.
+    models: models beside the policy that it may call; None if the recipe names none. blocked_seconds: time that it
+    blocked the event loop, a second or longer at a time. measured: trajectory metrics added by helpers such as judges.
     """
 
     def __init__(self, name: str, cause: Cause, attempt: str = "") -> None:
         self.name, self.cause, self.attempt = name, cause, attempt
+        self.models: AttemptModels | None = None
         self.blocked_seconds = 0.0
         self.measured = Measures()
         self.thread: CallThread | None = None
