@@ -10,7 +10,7 @@ It samples the same bits as the same engine in this process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,6 @@ MakeEngine = Callable[[], LocalEngine]
 class Call(NamedTuple):
     """One call of `generate`."""
 
-    number: int  # sequence number within its engine
     prompt_ids: Ids
     sampling: SamplingParams
     session: str
@@ -69,27 +68,23 @@ class EngineService:
         self._open(session)
         return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
-    async def wave(self, calls: Sequence[Call], closed: Sequence[str]) -> list[tuple[int, Completion | EngineError]]:
-        """Close sessions, then sample for all other open ones. Return answers with their calls' numbers.
+    async def wave(self, calls: Mapping[int, Call], closed: Sequence[str]) -> dict[int, Completion | EngineError]:
+        """Close sessions, then sample for all other open ones; return answers in order of completion.
 
-        calls: in the order in which their sessions were opened. Answers come in order of completion; cancelled calls
-        have none.
+        calls: by number, in the order in which their sessions were opened. Cancelled ones have no answer.
         """
         await self.close_sessions(closed)
-        for call in calls:
+        for call in calls.values():
             self._open(call.session)
-        answers: list[tuple[int, Completion | EngineError]] = []
+        answers: dict[int, Completion | EngineError] = {}
 
-        async def sample(call: Call) -> None:
+        async def sample(number: int, call: Call) -> None:
             try:
-                answer: Completion | EngineError = await self._engine.generate(
-                    call.prompt_ids, call.sampling, session=call.session, cache_salt=call.cache_salt
-                )
+                answers[number] = await self.generate(*call)
             except EngineError as error:
-                answer = error
-            answers.append((call.number, answer))
+                answers[number] = error
 
-        self._wave = {call.number: asyncio.ensure_future(sample(call)) for call in calls}
+        self._wave = {number: asyncio.ensure_future(sample(number, call)) for number, call in calls.items()}
         done, _ = await asyncio.wait(self._wave.values())
         for each in done:
             if not each.cancelled():
@@ -167,7 +162,8 @@ class RemoteEngine:
         self._sessions: dict[str, None] = {}  # in the order of opening
         self._closed: list[str] = []  # since the last wave
         self._running = 0  # calls
-        self._waiting: dict[asyncio.Future[Completion], Call] = {}  # for the next wave
+        self._waiting: dict[int, Call] = {}  # for the next wave, by number
+        self._answers: dict[int, asyncio.Future[Completion]] = {}  # of calls that wait or are sampled
         self._driver: asyncio.Task[None] | None = None
         self._numbers = count()
         self._supervised = Supervised(name, start, self._prepare, notify, silence)
@@ -219,12 +215,12 @@ class RemoteEngine:
             if session not in self._sessions:
                 raise EngineError(f"session {session!r} is not open")
             self.limits.check_call(prompt_ids, sampling, session)
-            arguments = prompt_ids, sampling, session, cache_salt
+            call = Call(prompt_ids, sampling, session, cache_salt)
             self._running += 1
             try:
                 if self._lock_step:
-                    return await self._in_a_wave(Call(next(self._numbers), *arguments))
-                completion: Completion = await self._call("generate", *arguments)
+                    return await self._in_a_wave(call)
+                completion: Completion = await self._call("generate", *call)
                 return completion
             except EngineEnded:
                 if losses >= self._losses:
@@ -333,13 +329,19 @@ class RemoteEngine:
     # --- lock-step -----------------------------------------------------------------------------------------------
 
     async def _in_a_wave(self, call: Call) -> Completion:
+        number = next(self._numbers)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[answer] = call
+        self._waiting[number], self._answers[number] = call, answer
         self._start()
         try:
             return await answer
+        except asyncio.CancelledError:
+            if number not in self._waiting and (worker := self._supervised.worker):
+                worker.post("cancel", number)
+            raise
         finally:
-            self._waiting.pop(answer, None)
+            self._waiting.pop(number, None)
+            del self._answers[number]
 
     def _start(self) -> None:
         """Sample a wave if every open session waits; call after any change."""
@@ -369,40 +371,33 @@ class RemoteEngine:
         # A publication or a restart intervened.
         if not self._wave_is_complete():
             return
-        waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
-        for answer in waiting:
-            answer.add_done_callback(partial(self._cancel, waiting[answer].number))
+        closed, self._closed = self._closed, []
         order = {session: number for number, session in enumerate(self._sessions)}
-        calls = sorted(waiting.values(), key=lambda call: order[call.session])
-        answers = {call.number: answer for answer, call in waiting.items()}
+        wave = dict(sorted(self._waiting.items(), key=lambda item: order[item[1].session]))
+        self._waiting = {}
+        answers: Mapping[int, Completion | EngineError] = {}
         failure = EngineError("the engine was interrupted")
         try:
-            for number, completion in await self._call("wave", calls, closed):
-                _settle(answers[number], completion)
+            answers = await self._call("wave", wave, closed)
         except EngineError as error:
             failure = error
         finally:
-            for answer in waiting:
-                _settle(answer, failure)
-
-    def _cancel(self, number: int, answer: asyncio.Future[Completion]) -> None:
-        if answer.cancelled() and (worker := self._supervised.worker):
-            worker.post("cancel", number)
+            for number in (*answers, *wave):
+                self._settle(number, answers.get(number, failure))
 
     def _fail_waiting(self, error: EngineError, session: str | None = None) -> None:
-        for answer, call in list(self._waiting.items()):
-            if session in (None, call.session) and not answer.done():
-                del self._waiting[answer]
-                answer.set_exception(error)
+        for number in [n for n, call in self._waiting.items() if session in (None, call.session)]:
+            del self._waiting[number]
+            self._settle(number, error)
 
-
-def _settle(answer: asyncio.Future[Completion], completion: Completion | EngineError) -> None:
-    if answer.done():  # cancelled, or answered
-        return
-    if isinstance(completion, EngineError):
-        answer.set_exception(completion)
-    else:
-        answer.set_result(completion)
+    def _settle(self, number: int, completion: Completion | EngineError) -> None:
+        answer = self._answers.get(number)
+        if answer is None or answer.done():  # cancelled
+            return
+        if isinstance(completion, EngineError):
+            answer.set_exception(completion)
+        else:
+            answer.set_result(completion)
 
 
 async def start_engine(
@@ -417,8 +412,7 @@ async def start_engine(
     """Start a process on this machine that serves `model`, a directory needed until `on_close`; return its engine.
 
     Thread count and determinism are copied from this process. log: file for the process's output. notify: receives a
-    line
-    at each restart. Raises EngineError, with the end of the log.
+    line at each restart. Raises EngineError, with the end of the log.
     """
     name = "the engine"
     make = partial(load_engine, model, options, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())

@@ -36,6 +36,7 @@ from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 from treadle.workers.calls import Answer, Calls, Request, Service
+from treadle.workers.child import described
 from treadle.workers.supervised import Supervised
 
 _CLOSING = 20.0  # seconds for a worker to finish
@@ -335,7 +336,7 @@ class _Worker:
 
     async def _prepare(self, actor: Actor) -> None:
         self._forget()
-        self._service = Service(self, partial(self._send, actor))
+        self._service = Service(self, partial(self._send, actor), described)
         self._serving = asyncio.get_running_loop().create_task(self._serve(actor, self._service))
         await actor.call("open", self._make)
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -180,9 +181,19 @@ async def serve(end: socket.socket) -> None:
     channel = await Channel.open(end)
     with suppress(EOFError):
         make = await channel.receive()
-        service = Service(make(), channel.send)
+        service = Service(make(), channel.send, described)
         while True:
             service.take(*await channel.receive())
+
+
+def described(error: BaseException) -> TreadleError | str | None:
+    """Return the error that a caller gets, as it is or in words; None for a cancelled call."""
+    if isinstance(error, TreadleError):
+        return error
+    if not isinstance(error, Exception):
+        return None
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _end_with_parent() -> None:

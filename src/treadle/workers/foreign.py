@@ -51,11 +51,12 @@ from pydantic import Field
 
 from treadle.core.config import Config, build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.workers import foreign_child
+from treadle.workers.calls import Calls
 from treadle.workers.program import Program, how_it_ended, inherited_variables
 
 Json = dict[str, Any]
 
+_CHILD = Path(__file__).with_name("foreign_child.py")
 _ENVELOPE = 2**20  # bytes of an answer besides its result
 _OTHER_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables meant only for the run's own Python
 _PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\S+)')  # format of faulthandler
@@ -175,7 +176,7 @@ class WorkerPool:
             slot.calls += 1
             try:
                 process = await slot.process()
-                return await process.call(dict(payload), stop)
+                return await process.play(payload, stop)
             except ConfigError as error:
                 message = f"a worker cannot be restarted: {error}"
                 raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
@@ -220,9 +221,9 @@ class _Slot:
                 draining.add_done_callback(self._draining.pop)
                 self._process = None
             if self._process is None:
-                self._process = await WorkerProcess.start(self._program, self._config)
-                self.starts += 1
-                self.ready = self._process.ready
+                process = WorkerProcess(self._program, self._config)
+                self.ready = await process.open()
+                self._process, self.starts = process, self.starts + 1
             return self._process
 
     async def close(self) -> None:
@@ -234,155 +235,131 @@ class _Slot:
 
 
 class WorkerProcess:
-    """One worker process. Create it with `start`; call `close` when done.
+    """One worker process, which plays attempts after `open` and until `close`.
 
-    ready: its first message. playing: attempts in progress at its last heartbeat; None before it.
+    playing: attempts in progress at its last heartbeat; None before it.
     Invariant: each call ends, at the latest when the process does; `is_usable` is false from then on, and once an
     attempt could not be cancelled.
     """
 
-    def __init__(
-        self,
-        program: WorkerProgram,
-        process: Program,
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    ) -> None:
-        self._program, self._limits, self._process = program, program.limits, process
-        self._reader, self._writer = streams
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Json]] = {}
-        self._reading: asyncio.Task[None] | None = None
-        self.is_usable = True
-        self.ready = Ready(0, {}, {})
+    def __init__(self, program: WorkerProgram, config: WorkerConfig) -> None:
+        self._program, self._config, self._limits = program, config, program.limits
+        self._process: Program
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._listening: asyncio.Task[None]
+        self._calls = Calls(self._send, self._failure)
+        self._names = itertools.count()  # of attempts
+        self._ended = ""  # how, once it has
+        self.is_usable = False
         self.playing: int | None = None
 
-    @classmethod
-    async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
-        """Start a process and wait until the library is imported. Raises ConfigError if that fails."""
+    async def open(self) -> Ready:
+        """Start the process and wait until the library is imported. Raises ConfigError if that fails."""
+        program, limits = self._program, self._limits
         if shutil.which(program.python) is None:
             raise ConfigError(f"{program.name}: {program.python!r} is not an interpreter; {program.remedy}")
-        inherited = inherited_variables(config.inherit)
-        mine = {name: value for name, value in inherited.items() if name not in _OTHER_PYTHON or name in config.inherit}
         ours, theirs = socket.socketpair()
         with theirs:
-            streams = await asyncio.open_connection(sock=ours, limit=program.limits.output + _ENVELOPE)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=limits.output + _ENVELOPE)
+            words = [program.python, str(_CHILD), str(program.handler.absolute())]
             try:
-                process = Program(
-                    [program.python, str(Path(foreign_child.__file__)), str(program.handler.absolute())],
-                    {**mine, "PYTHONUNBUFFERED": "1", **config.environment},
-                    theirs.fileno(),
-                    grace=program.limits.cleanup,
-                )
+                self._process = Program(words, self._variables(), theirs.fileno(), grace=limits.cleanup)
             except BaseException:
-                streams[1].close()
+                self._writer.close()
                 raise
-        self = cls(program, process, streams)
-        try:
-            self.ready = await self._started(config.memory_limit)
-        except BaseException:
-            await self._end()
-            raise
-        self._reading = asyncio.create_task(self._read())
-        return self
-
-    async def _started(self, memory_limit: int) -> Ready:
-        limits, program = self._limits, self._program
-        settings = {"heartbeat": limits.heartbeat, "patience": limits.silence, "output_limit": limits.output}
-        self._send({"start": {**settings, "memory_limit": memory_limit, "options": dict(program.options)}})
-        problem = ""
+        self._listening = asyncio.create_task(self._listen())
+        settings: Json = {"heartbeat": limits.heartbeat, "patience": limits.silence, "output_limit": limits.output}
+        settings |= {"memory_limit": self._config.memory_limit, "options": dict(program.options)}
         try:
             async with asyncio.timeout(limits.start):
-                line = await self._line()
-        except TimeoutError:
-            problem = f"not ready after {limits.start:g} s"
-        else:
-            message: Json = json.loads(line) if line else {"failed": await self._death()}
-            problem = message.get("failed", "")
-        if problem:
-            raise ConfigError(f"{program.name} in {program.python}: {problem}; {program.remedy}")
-        return Ready(**message["ready"])
+                ready = Ready(**await self._calls.call("start", settings))
+        except BaseException as error:
+            await self._end()
+            if isinstance(error, TimeoutError):
+                problem = f"not ready after {limits.start:g} s"
+            elif isinstance(error, TrajectoryFailure):
+                problem = self._ended or error.message
+            else:
+                raise
+            raise ConfigError(f"{program.name} in {program.python}: {problem}; {program.remedy}") from error
+        self.is_usable = True
+        return ready
 
-    async def call(self, payload: Json, stop: asyncio.Event | None = None) -> Json:
-        """Play one attempt and return its result. Raises TrajectoryFailure.
-
-        stop: once set, the attempt is asked to end. Cancelling the call cancels the attempt, and waits for at most
-        `limits.cleanup` seconds until it has ended.
-        """
-        number = next(self._numbers)
-        answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # asyncio need not log it
-        self._pending[number] = answer
-        self._send({"run": number, "payload": payload})
+    async def play(self, payload: Mapping[str, Any], stop: asyncio.Event | None = None) -> Json:
+        """Play one attempt and return its result. Raises TrajectoryFailure. See `WorkerPool.call`."""
+        name = next(self._names)
+        number, answer = self._calls.start("play", name, dict(payload))
         stopping = asyncio.ensure_future(stop.wait()) if stop is not None else None
         try:
             if stopping is not None:
                 waited: set[asyncio.Future[Any]] = {answer, stopping}
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
-                    self._send({"stop": number})
+                    self._calls.post("stop", name)
             await asyncio.wait({answer})
         except asyncio.CancelledError:
-            if not answer.done():
-                self._send({"cancel": number})
-                await self._wait_cancelled(number, answer)
+            self._calls.cancel(number)
+            try:
+                await asyncio.wait({answer}, timeout=self._limits.cleanup)
+            finally:
+                if answer.cancel():  # apparently still running
+                    self.is_usable = False
             raise
         finally:
             if stopping is not None:
                 stopping.cancel()
-        return answer.result()
-
-    async def _wait_cancelled(self, number: int, answer: asyncio.Future[Json]) -> None:
-        try:
-            await asyncio.wait({answer}, timeout=self._limits.cleanup)
-        finally:
-            if self._pending.pop(number, None) is not None:  # apparently still running
-                self.is_usable = False
+        result: Json = answer.result()
+        return result
 
     async def drain(self) -> None:
         """Let the attempts end by themselves, or through `close`; then close."""
         self.is_usable = False
-        while self._pending:
-            await asyncio.wait(list(self._pending.values()))
+        while waiting := self._calls.waiting:
+            await asyncio.wait(waiting)
         await self.close()
 
     async def close(self) -> None:
         """Cancel all attempts, give them `limits.cleanup` seconds to clean up, and end the process."""
         self.is_usable = False
-        if self._reading is not None and not self._reading.done():
-            if self._writer.can_write_eof() and not self._writer.is_closing():
+        if not self._listening.done():
+            if not self._writer.is_closing():
                 # The process cancels all attempts and ends.
                 self._writer.write_eof()
-            await asyncio.wait({self._reading}, timeout=self._limits.cleanup)
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
+            await asyncio.wait({self._listening}, timeout=self._limits.cleanup)
         await self._end()
-        self._fail_all("was closed")
+        self._fail("was closed")
 
-    def _send(self, message: Json) -> None:
+    def _variables(self) -> dict[str, str]:
+        kept = self._config.inherit
+        inherited = inherited_variables(kept).items()
+        mine = {name: value for name, value in inherited if name not in _OTHER_PYTHON or name in kept}
+        return {**mine, "PYTHONUNBUFFERED": "1", **self._config.environment}
+
+    def _send(self, message: Any) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def _line(self) -> bytes:
-        """Return the next line of the process; empty once it has ended."""
-        try:
-            line = await self._reader.readline()
-        except (ConnectionError, ValueError):  # gone, or a line beyond the limit
-            return b""
-        return line if line.endswith(b"\n") else b""
-
-    async def _read(self) -> None:
-        """Read answers and heartbeats until the process ends, or is silent for `limits.silence` seconds."""
+    async def _listen(self) -> None:
+        """Take answers and heartbeats until the process ends, or is silent for `limits.silence` seconds."""
         blocked, broken = False, ""
         try:
-            while line := await self._line_in_time():
-                self._take(json.loads(line))
+            line = await self._line()  # of `start`, which has a limit of its own
+            while line:
+                number, value, error = json.loads(line)
+                if number is None:
+                    self.playing = value
+                else:
+                    self._calls.take(number, value, error)
+                line = await self._line_in_time()
         except TimeoutError:
             blocked = True
         except (ValueError, RecursionError) as error:
             broken = f"wrote a line that cannot be read ({error}) and "
         self.is_usable = False
         await self._process.stop()
-        self._fail_all(broken + await self._death(blocked))
+        self._ended = broken + await self._death(blocked)
+        self._fail(self._ended)
 
     async def _line_in_time(self) -> bytes:
         try:
@@ -393,35 +370,35 @@ class WorkerProcess:
             async with asyncio.timeout(self._limits.heartbeat):
                 return await self._line()
 
-    def _take(self, message: Json) -> None:
-        if "heartbeat" in message:
-            self.playing = message["heartbeat"]
-        elif answer := self._pending.pop(message["id"], None):  # otherwise it is no longer awaited
-            if "error" not in message:
-                answer.set_result(message["result"])
-                return
-            error = message["error"]
-            # little is left for the others: let them end, and start a new process
-            if error["type"] == MemoryError.__name__:
-                self.is_usable = False
-            answer.set_exception(TrajectoryFailure(self._program.cause, error["message"], error["traceback"]))
+    async def _line(self) -> bytes:
+        """Return the next line; empty once the process has ended."""
+        try:
+            line = await self._reader.readline()
+        except (ConnectionError, ValueError):  # gone, or a line beyond the limit
+            return b""
+        return line if line.endswith(b"\n") else b""
 
     async def _death(self, blocked: bool = False) -> str:
         """Wait for the end of the process; return how it ended, in words. blocked: killed for its silence."""
         result = await self._process.result()
         if blocked and result and "error" not in result:
-            places = _PLACE.findall(result["stderr"])  # the main thread is the last one
+            places = _PLACE.findall(result["stderr"])
             # The main thread is listed last.
             where = ", in {2}, {0}:{1}".format(*places[-1]) if places else ""
             return f"was killed: it gave no sign of life for {self._limits.silence:g} s{where}"
         return how_it_ended(result)
 
     async def _end(self) -> None:
+        self._listening.cancel()
+        await asyncio.wait({self._listening})
         self._writer.close()
         await self._process.stop()
 
-    def _fail_all(self, why: str) -> None:
-        for answer in self._pending.values():
-            failure = TrajectoryFailure(self._program.lost_cause, f"the {self._program.name} worker {why}")
-            answer.set_exception(failure)
-        self._pending.clear()
+    def _failure(self, error: Json) -> TrajectoryFailure:
+        # Little is left for the others: let them end, and start a new process.
+        if error["type"] == MemoryError.__name__:
+            self.is_usable = False
+        return TrajectoryFailure(self._program.cause, error["message"], error["traceback"])
+
+    def _fail(self, why: str) -> None:
+        self._calls.fail(TrajectoryFailure(self._program.lost_cause, f"the {self._program.name} worker {why}"))

@@ -2,11 +2,12 @@
 
 Standard input is a socket that carries JSON lines both ways:
 
-    in   {"start": SETTINGS}                    out  {"ready": {...}} or {"failed": "..."}
-         {"run": 1, "payload": {...}}                {"id": 1, "result": {...}} or {"id": 1, "error": {...}}
-         {"stop": 1}, {"cancel": 1}                  {"heartbeat": 3}, attempts in progress
+    in   [0, "start", [SETTINGS]]               out  [0, {"pid": ...}, null]
+         [1, "play", [ATTEMPT, {...}]]               [1, {...}, null] or [1, null, {"type": ..., "message": ...}]
+         [null, "stop", [ATTEMPT]], [1, "", []]      [null, 3, null], attempts in progress
 
-When the socket ends, or on SIGTERM, all attempts are cancelled, and the process ends once they have cleaned up.
+These are the requests and answers of `calls`. When the socket ends, or on SIGTERM, all attempts are cancelled, and the
+process ends once they have cleaned up.
 
 Standard library only, and no syntax newer than Python 3.9's. `treadle.workers.foreign` defines handlers.
 """
@@ -21,14 +22,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 _LONGEST = 2000  # maximum characters of an error's message; ten times as many for its traceback
 
 Json = dict[str, Any]
-Send = Callable[[Json], None]
 
 
 def main() -> None:
@@ -62,83 +62,84 @@ async def _serve(connection: socket.socket, handler_file: Path) -> None:
     limit = 2**30
     reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
 
-    def send(message: Json) -> None:
+    def send(message: Any) -> None:
         writer.write(json.dumps(message).encode() + b"\n")
 
-    settings = json.loads(await reader.readline())["start"]
-    try:
+    player = _Player(handler_file, send)
+    calls = _load(Path(__file__).with_name("calls.py"), "treadle_calls")
+    service = calls.Service(player, send, _described)
+    receiving = asyncio.ensure_future(_receive(reader, service))
+    player.end = receiving.cancel
+    await asyncio.wait({receiving})
+    await _cancel(service.running)
+    await player.close()
+
+
+async def _receive(reader: asyncio.StreamReader, service: Any) -> None:
+    while (line := await reader.readline()).endswith(b"\n"):
+        service.take(*json.loads(line))
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks and wait for them; the other side limits the time, and then kills this process."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+class _Player:
+    """Plays attempts with the handler. end: ends this process in order."""
+
+    end: Callable[[], object]
+
+    def __init__(self, file: Path, send: Callable[[Any], None]) -> None:
+        self._file, self._send = file, send
+        self._stops: dict[int, asyncio.Event] = {}  # of the attempts in progress
+        self._beating: asyncio.Task[None] | None = None
+
+    async def start(self, settings: Json) -> Json:
+        """Import the handler, with modules beside it unless installed ones have the same name."""
         _limit_memory(settings["memory_limit"])
-        handler = _load(handler_file)
+        sys.path.append(str(self._file.parent))
+        self._handler = handler = _load(self._file, self._file.stem)
+        self._output_limit = settings["output_limit"]
         versions = handler.versions() if hasattr(handler, "versions") else {}
         info = await handler.start(settings["options"]) if hasattr(handler, "start") else {}
-        send({"ready": {"pid": os.getpid(), "versions": versions, "info": info}})
-    except BaseException as error:  # noqa: BLE001  # a boundary: reported to the run, which ends
-        traceback.print_exc()
-        send({"failed": _described(error)["message"]})
-        await writer.drain()
-        return
-    attempts = _Attempts(handler.run, send, settings["output_limit"])
-    beating = asyncio.ensure_future(_beat(send, attempts, settings["heartbeat"], settings["patience"]))
-    receiving = asyncio.ensure_future(_receive(reader, attempts))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, receiving.cancel)
-    await asyncio.wait({receiving})
-    await attempts.cancel_all()
-    beating.cancel()
-    if hasattr(handler, "close"):
-        await handler.close()
+        self._beating = asyncio.ensure_future(self._beat(settings["heartbeat"], settings["patience"]))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.end)
+        return {"pid": os.getpid(), "versions": versions, "info": info}
 
-
-async def _receive(reader: asyncio.StreamReader, attempts: "_Attempts") -> None:
-    while True:
-        line = await reader.readline()
-        if not line.endswith(b"\n"):
-            return
-        message = json.loads(line)
-        if "run" in message:
-            attempts.run(message["run"], message["payload"])
-        elif message.get("stop") in attempts.stops:
-            attempts.stops[message["stop"]].set()
-        elif message.get("cancel") in attempts.tasks:
-            attempts.tasks[message["cancel"]].cancel()
-
-
-class _Attempts:
-    """The attempts in progress: number -> its task, and the event that asks it to end."""
-
-    def __init__(self, run: Callable[..., Any], send: Send, output_limit: int) -> None:
-        self._run, self._send, self._output_limit = run, send, output_limit
-        self.tasks: dict[int, asyncio.Task[Json]] = {}
-        self.stops: dict[int, asyncio.Event] = {}
-
-    def run(self, number: int, payload: Json) -> None:
-        self.stops[number] = asyncio.Event()
-        self.tasks[number] = asyncio.ensure_future(self._play(number, payload, self.stops[number]))
-        self.tasks[number].add_done_callback(lambda task: self._finish(number, task))
-
-    async def cancel_all(self) -> None:
-        """Cancel all attempts and wait for them; the other side limits the time, and then kills this process."""
-        for task in self.tasks.values():
-            task.cancel()
-        if self.tasks:
-            await asyncio.wait(list(self.tasks.values()))
-
-    async def _play(self, number: int, payload: Json, stop: asyncio.Event) -> Json:
+    async def play(self, attempt: int, payload: Json) -> Json:
+        stop = self._stops[attempt] = asyncio.Event()
         try:
-            result = await self._run(payload, stop)
-            if not isinstance(result, dict):
-                raise TypeError(f"run must return a dict, got {type(result).__name__}")
-            size = len(json.dumps(result))
-            if size > self._output_limit:
-                raise ValueError(f"run returned {size} bytes of JSON, output_limit is {self._output_limit}")
-            return {"id": number, "result": result}
-        except BaseException as error:  # noqa: BLE001  # a boundary: one attempt's error is its answer
-            return {"id": number, "error": _described(error)}
+            result: Json = await self._handler.run(payload, stop)
+        finally:
+            del self._stops[attempt]
+        if not isinstance(result, dict):
+            raise TypeError(f"run must return a dict, got {type(result).__name__}")
+        size = len(json.dumps(result))
+        if size > self._output_limit:
+            raise ValueError(f"run returned {size} bytes of JSON, output_limit is {self._output_limit}")
+        return result
 
-    def _finish(self, number: int, task: "asyncio.Task[Json]") -> None:
-        """Send the answer; a task cancelled before it began has none."""
-        del self.tasks[number], self.stops[number]
-        cancelled = {"id": number, "error": _described(asyncio.CancelledError())}
-        self._send(cancelled if task.cancelled() else task.result())
+    async def stop(self, attempt: int) -> None:
+        """Ask an attempt to end, unless it has."""
+        if attempt in self._stops:
+            self._stops[attempt].set()
+
+    async def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            if hasattr(self._handler, "close"):
+                await self._handler.close()
+
+    async def _beat(self, interval: float, patience: float) -> None:
+        """Send heartbeats; if one is long overdue, write the threads' tracebacks to standard error."""
+        while True:
+            faulthandler.dump_traceback_later(patience / 2)
+            await asyncio.sleep(interval)
+            self._send((None, len(self._stops), None))
 
 
 def _described(error: BaseException) -> Json:
@@ -148,21 +149,11 @@ def _described(error: BaseException) -> Json:
     return {"type": name, "message": text[:_LONGEST], "traceback": "".join(lines)[-10 * _LONGEST :]}
 
 
-async def _beat(send: Send, attempts: _Attempts, interval: float, patience: float) -> None:
-    """Send heartbeats; if one is long overdue, write the threads' tracebacks to standard error."""
-    while True:
-        faulthandler.dump_traceback_later(patience / 2)
-        await asyncio.sleep(interval)
-        send({"heartbeat": len(attempts.tasks)})
-
-
-def _load(path: Path) -> Any:
-    """Import the handler file; modules beside it can be imported, unless installed ones have the same name."""
-    sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, str(path))
+def _load(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, str(path))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
