@@ -32,7 +32,7 @@ from treadle.record.rollout_store import step_row
 from treadle.record.run_directory import RunDirectory
 from treadle.record.trajectory_files import read_files
 from treadle.rendering.replies import hermes
-from treadle.rollout.gateway.gateway import Gateway
+from treadle.rollout.gateway.gateway import Access, Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.view.app import make_app
@@ -97,7 +97,7 @@ async def clients(path: Path, file: Recording | None = None) -> AsyncIterator[Cl
 
     with closing(file):
         async with serving(gateway):
-            gateway.attach(opened("shared"), "key", recorder=Recorder(file), opens=opens)
+            gateway.attach(opened("shared"), Access(opens=opens, recorder=Recorder(file)), "key")
             async with httpx.AsyncClient(timeout=CEILING, headers={"Authorization": "Bearer key"}) as http:
                 yield Clients(http, path, engine, gateway)
 

@@ -17,16 +17,33 @@ from tests.worlds import END, HELLO, PlainTokenizer, plain_ids, saying, user
 from treadle.core.draws import Stream
 from treadle.core.types import Ids, Message, SamplingParams, Task, Trajectory
 from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.agents.command import Command
 from treadle.rollout.attempt import CallLog, Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import is_driver
 from treadle.rollout.rewards import RewardsConfig
-from treadle.rollout.session import Address
+from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 LIMIT = 1000.0  # seconds; nobody reaches it unless they are skipped
 TASK = Task("t", (user("hello"),), agent="a")
+
+
+ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
+
+
+def open_session(
+    engine: FakeEngine,
+    renderer: ChatRenderer | None = None,
+    parse: ReplyParser = plain,
+    longest: int = 10_000,
+    name: str = "s",
+    **sampling: Any,
+) -> Session:
+    """By default with a renderer of its own: what another one has encoded is encoded again."""
+    renderer = renderer or ChatRenderer(PlainTokenizer(), [END])
+    return Session(SessionSpec(name, engine, renderer, SamplingParams(**sampling), longest, ADDRESS), parse)
 
 
 async def played(

@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
+from tests.rollout.kit import open_session
 from tests.worlds import CHATML, END, PLAIN, PlainTokenizer, chatml, plain_ids, plain_renderer, tool, user
-from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.types import BreakCause, Message, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, Message, Step, StopReason
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rendering.identity import Prompt
-from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 THINKING = CHATML.replace("m['content']", "(m.reasoning_content or '') + m['content']")
@@ -235,7 +234,6 @@ def test_a_reply_that_the_template_alters_is_not_put_in_its_place() -> None:
 # Prompts are recorded ids plus newly tokenized text; what was sampled is never tokenized again
 
 
-ADDRESS = Address(seed=1, stream=Stream.TRAIN, epoch=0, position=0, attempt=0)
 LONGEST = 5  # tokens of a completion
 STOP_STRING = "</s>"
 
@@ -277,10 +275,9 @@ def converse(
     """Play `turns` of (what the model samples, what it reads next); also the conversation before each call."""
     answers = [completion for completion, _ in turns]
     engine = FakeEngine(lambda prompt, sampling: answers.pop(0))
-    sampling = SamplingParams(max_tokens=LONGEST, stop=stop)
 
     async def talk() -> tuple[list[Step], list[list[Message]]]:
-        session = Session(SessionSpec("s", engine, words.renderer, sampling, 10**6, ADDRESS))
+        session = open_session(engine, words.renderer, longest=10**6, max_tokens=LONGEST, stop=stop)
         conversation, seen = [user("begin")], []
         for _, observations in turns:
             seen.append(list(conversation))

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
 from tests.rollout.families import EVERY, LOOK, READING, world
+from tests.rollout.kit import open_session
 from tests.worlds import CHATML, END, PlainTokenizer, saying, tool, user
-from treadle.core.draws import Stream
 from treadle.core.errors import DataError
-from treadle.core.types import FunctionCall, Message, SamplingParams, ToolCall
+from treadle.core.types import FunctionCall, Message, ToolCall
 from treadle.recipes.agents.questions import TOOL, parse_reply
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -26,7 +26,7 @@ from treadle.rendering.replies import ReplyParser, glm, harmony, hermes, llama, 
 from treadle.rollout.gateway.chat_completions import AssistantMessage
 from treadle.rollout.gateway.messages import AssistantTurn
 from treadle.rollout.gateway.responses import Item, read_items
-from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
+from treadle.rollout.session import CallOptions
 from treadle.testing import FakeEngine
 from treadle.training.demonstrations import demonstrated_calls
 
@@ -165,13 +165,8 @@ OPENING = CHATML.replace(
 )
 
 
-def opened(renderer: ChatRenderer, parse: ReplyParser, engine: FakeEngine) -> Session:
-    address = Address(0, Stream.TRAIN, 0, 0, 0)
-    return Session(SessionSpec("s", engine, renderer, SamplingParams(), 10_000, address), parse)
-
-
 def replied(text: str, parse: ReplyParser, options: CallOptions = NO_OPTIONS, *history: Message) -> Message:
-    session = opened(ChatRenderer(PlainTokenizer(OPENING), [END]), parse, saying(text, end=False))
+    session = open_session(saying(text, end=False), ChatRenderer(PlainTokenizer(OPENING), [END]), parse)
     tools = [] if parse in (plain, thinking) else [LOOK]
     return asyncio.run(session.chat([user("q <think>"), *history], tools, options)).message
 
@@ -201,7 +196,7 @@ def test_a_thought_that_the_template_has_no_place_for_stays_and_breaks_nothing(n
     def reply(prompt: Any, sampling: Any) -> list[int]:
         return [*family.tokenizer.encode(text, add_special_tokens=False).ids, family.stops[0]]
 
-    session = opened(family.renderer, family.renderer.parser("auto"), FakeEngine(reply))
+    session = open_session(FakeEngine(reply), family.renderer, family.renderer.parser("auto"))
 
     async def two_turns() -> Message:
         message = (await session.chat([user("q")], [LOOK])).message
@@ -354,21 +349,15 @@ def test_thoughts_are_taken_out_where_the_template_has_a_place_for_them(name: st
         assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
-def open_session(template: str, parse: ReplyParser) -> Session:
-    address = Address(0, Stream.TRAIN, 0, 0, 0)
-    engine, shown = saying("ab"), ChatRenderer(PlainTokenizer(template), [END])
-    return Session(SessionSpec("s", engine, shown, SamplingParams(), 10_000, address), parse)
-
-
 @pytest.mark.parametrize(("template", "parse", "why"), REFUSED)
 def test_a_session_refuses_them_before_it_samples(template: str, parse: ReplyParser, why: str) -> None:
-    session = open_session(template, parse)
+    session = open_session(saying("ab"), ChatRenderer(PlainTokenizer(template), [END]), parse)
     for _ in range(2):
         with pytest.raises(DataError, match=why):
             asyncio.run(session.chat([user("q")], [LOOK]))
     assert session.steps == []
     assert asyncio.run(session.chat([user("q")])).message["content"] == "ab"
-    assert asyncio.run(open_session(CHATML, hermes).chat([user("q")], [LOOK])).message["content"] == "ab"
+    assert asyncio.run(open_session(saying("ab"), parse=hermes).chat([user("q")], [LOOK])).message["content"] == "ab"
 
 
 # The demo's model knows one tool without being told

@@ -10,23 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, PLAIN, PlainTokenizer, chatml, make_step, plain_ids, plain_renderer, saying, tool, user
+from tests.rollout.kit import open_session
+from tests.worlds import END, PlainTokenizer, chatml, make_step, plain_ids, plain_renderer, saying, tool, user
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DataError, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
 from treadle.rendering import structure
-from treadle.rendering.chat import ChatRenderer
-from treadle.rollout.session import Address, RawPrompts, Session, SessionSpec
+from treadle.rollout.session import RawPrompts, Session
 from treadle.testing import FakeEngine
-
-ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
-
-
-def open_session(engine: FakeEngine, longest: int = 1000, name: str = "s", **sampling: Any) -> Session:
-    """With a renderer of its own: what another one has encoded is encoded again."""
-    renderer = ChatRenderer(PLAIN, [END])
-    return Session(SessionSpec(name, engine, renderer, SamplingParams(**sampling), longest, ADDRESS))
 
 
 def talk(session: Session, calls: int) -> list[Message]:
@@ -144,7 +136,7 @@ class Encodings:
 
 @each_call
 async def test_long_prompts_are_tokenized_beside_the_event_loop(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = open_session(saying("ok"), 2 * LONG)
+    session = open_session(saying("ok"), longest=2 * LONG)
     encodings = Encodings(monkeypatch)
     await call(session, "x" * LONG)
     assert max(encodings.lengths) >= LONG
@@ -153,7 +145,7 @@ async def test_long_prompts_are_tokenized_beside_the_event_loop(call: Call, monk
 
 async def test_another_session_is_answered_while_a_long_prompt_is_rendered() -> None:
     engine = saying("ok")
-    long, other = open_session(engine, 10 * LONG, "long"), open_session(engine, name="other")
+    long, other = open_session(engine, longest=10 * LONG, name="long"), open_session(engine, name="other")
     waiting = asyncio.create_task(long.chat([user("x y " * LONG)]))
     await asyncio.sleep(0)  # it begins
     await other.chat([user("hi")])
@@ -163,7 +155,7 @@ async def test_another_session_is_answered_while_a_long_prompt_is_rendered() -> 
 
 
 async def test_calls_of_a_session_are_numbered_as_they_arrived() -> None:
-    session = open_session(saying("ok"), 10 * LONG)
+    session = open_session(saying("ok"), longest=10 * LONG)
     texts = ["x" * LONG, "b", "y" * LONG, "d"]
     replies = await asyncio.gather(*(session.chat([user(text)]) for text in texts))
     assert [reply.number for reply in replies] == [0, 1, 2, 3]
@@ -172,7 +164,7 @@ async def test_calls_of_a_session_are_numbered_as_they_arrived() -> None:
 
 
 async def test_a_cancelled_rendering_holds_nobody_up() -> None:
-    session = open_session(saying("ok"), 10 * LONG)
+    session = open_session(saying("ok"), longest=10 * LONG)
     waiting = asyncio.create_task(session.chat([user("x y " * LONG)]))
     await asyncio.sleep(0)
     waiting.cancel()

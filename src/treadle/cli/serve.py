@@ -36,7 +36,7 @@ from treadle.record.address import began_of, find_address, model_path
 from treadle.record.run_directory import RunDirectory
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.config import listen, url_of
-from treadle.rollout.gateway.gateway import Gateway
+from treadle.rollout.gateway.gateway import Access, Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
 if TYPE_CHECKING:
@@ -136,10 +136,9 @@ async def _serve(
             return open_session(), Recorder(recording, task_id)
 
         session = open_session()
-        recorder, opens = (Recorder(recording), open_recorded) if recording else (None, None)
+        access = Access(opens=open_recorded, recorder=Recorder(recording)) if recording else Access()
         async with server as url:
-            key = os.environ.get(options.api_key_env or "")
-            address = gateway.attach(session, key, recorder=recorder, opens=opens).address
+            address = gateway.attach(session, access, os.environ.get(options.api_key_env or "")).address
             problem = session.renderer.tools_problem(parse=session.parse)
             refused = f"; tools are refused: {problem}" if problem else ""
             console.line(f"serving {options.model} on {config.device}; press Ctrl-C to stop")

@@ -23,7 +23,7 @@ from treadle.rollout.agents.agent import Agent, Recovered
 from treadle.rollout.agents.clients import client_of
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
-from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.gateway.gateway import Access, SessionAddress
 from treadle.rollout.gateway.retries import Exchanges, GivenUp
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
@@ -135,15 +135,10 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         refused for a limit, or got no answer, that call's error decides how the attempt ended; for a limit, the code's
         own error becomes a warning.
         """
-        clients = self.gateway.attach(session, models=user.models)
         try:
-            try:
+            access = Access(user.models, infer_rejected=self.config.infer_rejected)
+            async with self.gateway.attached(session, access) as clients:
                 graded = await self.run(task, session, clients.address, user)
-            finally:
-                await self.gateway.detach(clients.address.secret)
-                session.close()
-                if self.config.infer_rejected:
-                    clients.reject_unused()
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
             ended_by = _lost(session, clients.exchanges, error) or session.last_error

@@ -61,25 +61,32 @@ _VERDICTS = {"x-treadle-rejects": False, "x-treadle-accepts": True}
 """Header -> whether the answers it names were used."""
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What clients of a session may do beside calling the policy, and what becomes of their calls.
+
+    models: models beside the policy that they may call, if any. opens: opens sessions, for keys that may. recorder:
+    recorder of the session, if any. infer_rejected: whether to reject discarded answers (`gateway.answers`) that no
+    header names.
+    """
+
+    models: AttemptModels | None = None
+    opens: Opener | None = None
+    recorder: Recorder | None = None
+    infer_rejected: bool = False
+
+
+_POLICY_ALONE = Access()
+
+
 class ClientSession:
     """A session open to clients. Remembers conversations for requests that continue them by id.
 
-    models: models beside the policy that clients may call; None if there are none. recorder: recorder of the session,
-    if any. opens: opens sessions, for keys that may. exchanges: its requests. bytes_in_flight: size of those being
-    received or sampled.
+    exchanges: its requests. bytes_in_flight: size of those being received or sampled.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        address: SessionAddress,
-        gateway: Gateway,
-        models: AttemptModels | None = None,
-        recorder: Recorder | None = None,
-        opens: Opener | None = None,
-    ) -> None:
-        self.session, self.address, self.models, self._note = session, address, models, gateway.note
-        self.recorder, self.opens = recorder, opens
+    def __init__(self, session: Session, address: SessionAddress, gateway: Gateway, access: Access) -> None:
+        self.session, self.address, self.access, self._note = session, address, access, gateway.note
         self.exchanges = Exchanges(self._set_delivered, gateway.grace, gateway.max_in_flight)
         self.bytes_in_flight = 0
         self._answers, self._said_used = Answers(), dict[int, bool]()  # by number of the step
@@ -95,9 +102,9 @@ class ClientSession:
                     self.numbers(ident, name, "give the ids of answers of this session, separated by commas"), used
                 )
         self._said_used |= verdicts
-        if self.recorder is not None:
+        if self.access.recorder is not None:
             for number, used in verdicts.items():
-                self.recorder.drop(number, None if used else DropReason.REJECTED)
+                self.access.recorder.drop(number, None if used else DropReason.REJECTED)
 
     def numbers(self, ident: str, name: str, remedy: str) -> list[int]:
         """Return the numbers of an answer's steps. Raises ApiError (400), naming the field, for an unknown id."""
@@ -126,10 +133,10 @@ class ClientSession:
             self._note(f"agents offer tools of type {kind}, which no model here supports: they are left out")
         for note in self.session.notes.values():
             self._note(note)
-        if self.recorder is not None:
+        if self.access.recorder is not None:
             for reply in replies:
                 if isinstance(reply, Reply):
-                    self.recorder.call(reply, whole)
+                    self.access.recorder.call(reply, whole)
         self._numbers[ident] = [reply.number for reply in replies if isinstance(reply, Reply)]
         if asked is not None:
             for reply in replies:
@@ -141,7 +148,7 @@ class ClientSession:
 
     def _other(self, request: CompletionRequest) -> AttemptModel | None:
         """Return the model beside the policy named by a request, if the recipe has any."""
-        models, name = self.models, request.model
+        models, name = self.access.models, request.model
         if models is None or name in ("", POLICY):
             return None
         if name not in models:
@@ -184,23 +191,19 @@ class ClientSession:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def reject_unused(self) -> None:
-        """Reject the steps with discarded answers (`gateway.answers`), unless the agent said that it used them."""
-        for number in self._answers.unused():
-            if number not in self._said_used:
-                self.session.reject(number)
-
     async def close(self) -> None:
-        """Abort requests in flight; drop the steps of answers that were undelivered or reported as unused."""
+        """Abort requests in flight, close the session, and reject the steps of discarded answers."""
         await self.exchanges.close()
-        for number, used in self._said_used.items():
+        self.session.close()
+        unused = dict.fromkeys(self._answers.unused() if self.access.infer_rejected else (), False)
+        for number, used in (unused | self._said_used).items():
             if not used:
                 self.session.reject(number)
 
     def _set_delivered(self, number: int, delivered: bool) -> None:
         self.session.set_delivered(number, delivered)
-        if self.recorder is not None:
-            self.recorder.drop(number, None if delivered else DropReason.CANCELLED)
+        if self.access.recorder is not None:
+            self.access.recorder.drop(number, None if delivered else DropReason.CANCELLED)
 
     def _drop(self, call: asyncio.Task[AnyReply]) -> None:
         if not call.cancelled() and call.exception() is None and isinstance(reply := call.result(), Reply):
@@ -237,26 +240,24 @@ class Gateway:
     def attach(
         self,
         session: Session,
+        access: Access = _POLICY_ALONE,
         secret: str | None = None,
-        models: AttemptModels | None = None,
-        recorder: Recorder | None = None,
-        opens: Opener | None = None,
     ) -> ClientSession:
-        """Open a session to clients, by default under a new secret. models, recorder, opens: see `ClientSession`."""
+        """Open a session to clients, by default under a new secret."""
         secret = secret or secrets.token_urlsafe(32)
         address = SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
-        attached = self._attached[_digest(secret)] = ClientSession(session, address, self, models, recorder, opens)
+        attached = self._attached[_digest(secret)] = ClientSession(session, address, self, access)
         return attached
 
     async def detach(self, secret: str) -> None:
-        """Close a session to clients. Its calls in flight are aborted; its steps stay. Ignores unknown secrets."""
+        """Close a session. Its calls in flight are aborted; its steps stay. Ignores unknown secrets."""
         attached = self._attached.pop(_digest(secret), None)
         if attached is not None:
             await attached.close()
 
     @asynccontextmanager
-    async def attached(self, session: Session, models: AttemptModels | None = None) -> AsyncIterator[ClientSession]:
-        attached = self.attach(session, models=models)
+    async def attached(self, session: Session, access: Access = _POLICY_ALONE) -> AsyncIterator[ClientSession]:
+        attached = self.attach(session, access)
         try:
             yield attached
         finally:

@@ -30,7 +30,7 @@ from treadle.core.rewards import LARGEST
 from treadle.core.text import read_json
 from treadle.rollout.config import GatewayConfig, listen, url_of
 from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
-from treadle.rollout.gateway.gateway import ClientSession, Gateway
+from treadle.rollout.gateway.gateway import Access, ClientSession, Gateway
 from treadle.rollout.gateway.messages import MESSAGES, CountRequest
 from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, Number, RequestModel, Text, read
 from treadle.rollout.gateway.responses import RESPONSES
@@ -147,7 +147,7 @@ async def _count_tokens(gateway: Gateway, request: Request) -> Response:
 
 
 async def _list_models(gateway: Gateway, request: Request) -> Response:
-    models = _session(gateway, request).models
+    models = _session(gateway, request).access.models
     openai = {"object": "model", "created": 0, "owned_by": "treadle"}
     anthropic = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
     names = (gateway.model, *(models or ()))
@@ -170,10 +170,10 @@ async def _open_session(gateway: Gateway, request: Request) -> Response:
     """Open a session for a new trajectory, authorized by the key of `treadle serve`."""
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
-        if attached.opens is None:
+        if attached.access.opens is None:
             raise ApiError(404, "this key opens no sessions: start treadle serve with --record, and use its own key")
-        session, recorder = attached.opens(read(OpenRequest, _json(raw or b"{}")).task_id)
-        address = gateway.attach(session, recorder=recorder).address
+        session, recorder = attached.access.opens(read(OpenRequest, _json(raw or b"{}")).task_id)
+        address = gateway.attach(session, Access(recorder=recorder)).address
     urls = {"base_url": address.base_url, "anthropic_url": address.anthropic_url}
     return JSONResponse({"id": recorder.ident, **urls, "api_key": address.secret})
 
@@ -181,23 +181,22 @@ async def _open_session(gateway: Gateway, request: Request) -> Response:
 async def _reward(gateway: Gateway, request: Request) -> Response:
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
-        if attached.recorder is None:
+        if attached.access.recorder is None:
             raise ApiError(404, "rewards are not recorded here: start treadle serve with --record")
         given, numbers, remedy = read(RewardRequest, _json(raw)), list[int](), "give that of the conversation's answer"
         if given.id is not None:
             numbers = attached.numbers(given.id, "id", remedy)
-        elif not attached.recorder.ident:
+        elif not attached.access.recorder.ident:
             raise ApiError(400, f"id: this key covers several conversations; {remedy}, or open a session", "id")
-        attached.recorder.reward(given.reward, numbers)
+        attached.access.recorder.reward(given.reward, numbers)
     return JSONResponse({})
 
 
 async def _close_session(gateway: Gateway, request: Request) -> Response:
     attached = _session(gateway, request)
-    if attached.recorder is None or attached.opens is not None:
+    if attached.access.recorder is None or attached.access.opens is not None:
         raise ApiError(404, "this session was not opened by a client, and is not closed by one")
     await gateway.detach(_secret(request))
-    attached.session.close()
     return JSONResponse({})
 
 
