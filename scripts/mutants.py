@@ -112,6 +112,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("packing/tree.py", "if call.keys is not None:", "if False:", "packing/test_tree.py"),
     ("rollout/gateway/retries.py", "if exchange.origin.body != origin.body:", "if False:",
      "rollout/gateway/test_retries.py"),
+    ("rollout/session.py", "if self._steps[number].dropped is None:", "if True:", "rollout/gateway/test_answers.py"),
     ("rollout/gateway/answers.py", "last >= a.later", "True", "rollout/gateway/test_answers.py"),
     ("rollout/gateway/answers.py", "a.place not in self._continued", "True", "rollout/gateway/test_answers.py"),
     ("rollout/gateway/retries.py", "e.retry < origin.retry", "True", "rollout/gateway/test_retries.py"),

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rollout.gateway.servers import Slow, scripted
-from tests.rollout.kit import attempt
-from tests.worlds import make_step, tool, user
+from tests.rollout.kit import attempt, open_session
+from tests.worlds import make_step, saying, tool, user
 from treadle.core.outcomes import as_played, as_trained
 from treadle.core.types import DropReason, Message, Task, ToolCall, Trajectory
 from treadle.rollout.agents.clients import anthropic_client
 from treadle.rollout.gateway.answers import Answers
+from treadle.rollout.gateway.gateway import Access, Gateway
+from treadle.rollout.gateway.request import CompletionRequest
 from treadle.rollout.session import Reply
 
 ASK, TASK = Message(role="system", content="You play chess."), user("Who plays chess?")
@@ -130,6 +132,19 @@ def test_an_agent_that_keeps_no_history_throws_nothing_away() -> None:
     for place, move in [("wood", "dance"), ("wood", "north"), ("you go north: hill", "south"), ("wood", "up")]:
         attempt.call([*shot, user(place)], move)
     assert attempt.unused == []
+
+
+async def test_an_answer_that_nobody_got_stays_cancelled() -> None:
+    gateway, session = Gateway(), open_session(saying("a"))
+    clients, request = gateway.attach(session, Access(infer_rejected=True)), CompletionRequest("m", (TASK,))
+    for ident in "ab":
+        await clients.answer(request, ident)
+    session.set_delivered(0, False)
+    session.parse = lambda text, tools: said("b")
+    got = (await clients.answer(request, "c")).replies[0]
+    await clients.answer(replace(request, messages=(TASK, got.message, user("?"))), "d")
+    await gateway.close()
+    assert [step.dropped for step in session.steps] == [DropReason.CANCELLED, DropReason.REJECTED, None, None]
 
 
 # Agents of a run
