@@ -6,7 +6,8 @@
     supervised.Supervised    keeps one running: starts another when it ends or falls silent (engines)
     gang.Gang                several that answer every call together: if one fails alone, all end (learner ranks)
 
-On both ends calls have numbers (`calls`): `Calls` delivers each answer to its caller, `Service` calls the object.
+On both ends calls have numbers (`calls`): `Calls` delivers each answer to its caller, `Service` calls the object; also
+in foreign Pythons, where a process is started by the next call instead, and one that is not used any more drains.
 
     program.Program          any program; all it starts ends with it (agents, vLLM servers, foreign Pythons)
     foreign.WorkerPool       a Python without Treadle: JSON lines over a socket, many attempts each
