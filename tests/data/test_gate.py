@@ -18,12 +18,13 @@ from treadle.core.types import Task
 from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.published import sql_questions
+from treadle.plan.player import Player
 from treadle.record.trajectory_files import read_files
 from treadle.training.demonstrations import load_demonstrations
 
 COLUMNS: dict[str, Any] = {"prompt": "q", "ground_truth": "a.value", "extras": {"level": "meta.level"}}
 CONTEXT = LoadContext(columns=COLUMNS)  # type: ignore[arg-type]
-CONFIG: Any = SimpleNamespace(data=SimpleNamespace(columns=COLUMNS), player=("environment", ""))
+CONFIG: Any = SimpleNamespace(data=SimpleNamespace(columns=COLUMNS), player=Player("environment", ""))
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 

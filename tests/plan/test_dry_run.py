@@ -146,7 +146,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     def without(name: str) -> Any:
         raise ModuleNotFoundError("no", name="openai")
 
-    monkeypatch.setattr("treadle.plan.inputs.load_agent", without)
+    monkeypatch.setattr("treadle.plan.player.load_agent", without)
     found = tried(load_recipe("lookup_agent"))
     assert missing(found) == {"data": "openai is not installed; pip install 'treadle[train]'"}
 

@@ -22,16 +22,14 @@ from treadle.loop.evaluation import play_held_out, result_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.plan.config import (
-    PLAYER_OVERRIDES,
     RunConfig,
-    is_registered,
     load_recipe,
     recipe_names,
-    without_player,
     without_source_options,
 )
 from treadle.plan.inputs import Inputs, is_in_memory, load_held_out
 from treadle.plan.other_models import judging_models
+from treadle.plan.player import OVERRIDES, without_player
 from treadle.plan.validation import check_playing, check_rollout
 from treadle.record.address import began_of, find_address, model_path
 from treadle.record.checkpoint_retention import checkpoint_update
@@ -149,14 +147,14 @@ def _held_out(config: RunConfig) -> Inputs:
     if is_in_memory(config.data.held_out):
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; treadle.evaluate(RUN, environment, tasks) takes "
-            f"them, or give data.held_out.source=FILE.jsonl and one of {PLAYER_OVERRIDES}"
+            f"them, or give data.held_out.source=FILE.jsonl and one of {OVERRIDES}"
         )
     try:
         return load_held_out(config)
     except ConfigError as error:
-        if is_registered(config):
+        if config.player.is_registered:
             raise
-        raise ConfigError(f"{error}; what was made in Python is named by one of {PLAYER_OVERRIDES}") from error
+        raise ConfigError(f"{error}; what was made in Python is named by one of {OVERRIDES}") from error
 
 
 def check_subject(subject: Subject) -> None:

@@ -43,7 +43,7 @@ def model_card(config: RunConfig, rows: Sequence[Mapping[str, Any]], update: int
     }
     start = _code(_name(base)) if base else "random weights"
     sources = ", ".join(_code(_name(source.source)) for source in sources_of(config.data.train))
-    player = next((f", {key} {_code(name)}" for key in _PLAYERS if (name := getattr(config, key))), "")
+    player = f", {config.player.kind} {_code(config.player.name)}" if config.player.name else ""
     blocks: list[Iterable[str]] = [
         ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---"],
         [f"# {_plain(config.recipe)}"],
@@ -70,9 +70,6 @@ def _code(text: str) -> str:
     """Return a code span of the text, with a fence longer than any in it."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
-
-
-_PLAYERS = ("environment", "reward", "agent", "driver")
 
 
 def find_licence(files: Mapping[str, bytes]) -> str | None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -28,8 +29,6 @@ from treadle.envs.tasks import (
     check_environment,
     check_reward_function,
     is_reward_function,
-    load_environment,
-    made_class,
 )
 from treadle.loop.thread_count import wait_passively
 from treadle.plan.config import RunConfig, read_recipe, with_model_of_run
@@ -37,13 +36,14 @@ from treadle.plan.inputs import (
     IN_MEMORY,
     SPLITS,
     Split,
+    configured_players,
     load_inputs,
     load_split,
     make_held_out,
     make_inputs,
     resumable_config,
 )
-from treadle.plan.other_models import make_models
+from treadle.plan.player import Player, is_of_player
 from treadle.plan.validation import check_config
 from treadle.record.address import checkpoint_named, run_path
 from treadle.record.run_directory import RunDirectory
@@ -52,7 +52,7 @@ from treadle.report.callbacks import load_callbacks
 from treadle.report.progress import NotebookProgress, PlainProgress, Progress
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.attempt import Players
-from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
+from treadle.rollout.drivers.driver import DriverFactory, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
 from treadle.rollout.isolation.event_loop import paused_event_loop
 
@@ -62,11 +62,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_OF_ITS_OWN_TASKS = (
-    *("about", "data", "environment", "environment_options", "agent", "reward", "driver", "driver_options"),
-)
-"""Keys of a recipe about its tasks and players, which `train(recipe=...)` ignores."""
 
 _IN_MEMORY = SourceConfig(source=IN_MEMORY)
 
@@ -138,12 +133,12 @@ def train(
     """
     if not resume:
         RunDirectory(Path(run)).check_free()
-    kind, name, player = _player(environment)
+    player = _player(environment)
     given = {"train": _source_or_tasks(tasks, "tasks"), "held_out": _source_or_tasks(held_out, "held_out")}
     sources = {split: {"source": what if isinstance(what, str) else IN_MEMORY} for split, what in given.items() if what}
     data = {} if recipe is None else read_recipe(os.fspath(recipe))
-    data = {key: value for key, value in data.items() if key not in _OF_ITS_OWN_TASKS}
-    data |= {"recipe": Path(run).name, kind: name, "data": {"train": {"source": IN_MEMORY}, **sources}}
+    data = {key: value for key, value in data.items() if key not in ("about", "data") and not is_of_player(key)}
+    data |= {"recipe": Path(run).name, player.kind: player.name, "data": {"train": {"source": IN_MEMORY}, **sources}}
     if model is not None:
         data.pop("warm_start", None)  # belongs to the recipe's own model
         data["model"] = {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model
@@ -152,7 +147,7 @@ def train(
     data = apply_overrides(data, _overrides(settings))
     config = with_model_of_run(build(RunConfig, data, "treadle.train"))
     check_config(config)
-    players = _players(config, kind, name, player)
+    players = _players(config, player)
     train_tasks, held_out_tasks = (_tasks(given[split], split, config, players.environments) for split in SPLITS)
     check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
     inputs = make_inputs(train_tasks, held_out_tasks, players, load_callbacks(config.callbacks, callbacks))
@@ -216,13 +211,13 @@ def evaluate(
         subject = find_subject(str(run_or_recipe), overrides, other)
         inputs = held_out_inputs(subject)
     else:
-        kind, name, player = _player(environment)
+        player = _player(environment)
         given = _source_or_tasks(tasks, "tasks")
         source = {"source": given if isinstance(given, str) else IN_MEMORY}
-        named = {**dict.fromkeys(("environment", "reward", "agent", "driver"), ""), kind: name}
-        subject = find_subject(str(run_or_recipe), [*_overrides(named | {"data.held_out": source}), *overrides], other)
+        its_own = _overrides({**player.settings, "data.held_out": source})
+        subject = find_subject(str(run_or_recipe), [*its_own, *overrides], other)
         check_subject(subject)
-        players = _players(subject.config, kind, name, player)
+        players = _players(subject.config, player)
         inputs = make_held_out(_tasks(given, "held_out", subject.config, players.environments), players)
     wait_passively()
     shown = progress or PlainProgress(0, subject.config.data.table_by)
@@ -288,21 +283,21 @@ def _progress(config: RunConfig) -> Progress:
     return shows(config.orchestration.updates, config.data.table_by)
 
 
-def _player(player: Any) -> tuple[str, str, Any]:
-    """Return the configuration's key for the player, its name, and itself: `("environment", "Larger", Larger)`."""
+def _player(player: Any) -> Player:
+    """Return the player made in Python: `Player("environment", "Larger", made=Larger)`. Raises ConfigError."""
     if isinstance(player, str):
-        return "environment", player, load_environment(player)
+        return Player("environment", player)
     kind = type(player).__name__
     name = str(getattr(player, "__name__", kind))
     if is_reward_function(player):
         check_reward_function(player, f"environment {name!r}")
-        return "environment", name, partial(SingleTurn, player)
+        return Player("environment", name, made=partial(SingleTurn, player))
     if is_agent(player):
-        return "agent", name, check_agent(player, name)
+        return Player("agent", name, made=check_agent(player, name))
     if is_driver(player):
-        return "driver", name, check_driver(player, name)
+        return Player("driver", name, made=player)
     if inspect.isclass(player):
-        return "environment", name, check_environment(player, name)
+        return Player("environment", name, made=check_environment(player, name))
     if isinstance(player, list | tuple):
         raise ConfigError(
             f"environment is a {kind} of {len(player)}; add up several rewards in one function: "
@@ -320,14 +315,12 @@ def _player(player: Any) -> tuple[str, str, Any]:
             f"environment {name!r} is none of these, by its parameters ({error}): a reward function, def reward(task, "
             "text), an agent, def agent(task, client), or a function without parameters that makes an environment"
         ) from error
-    return "environment", name, player
+    return Player("environment", name, made=player)
 
 
-def _players(config: RunConfig, kind: str, name: str, player: Any) -> Players:
-    """Return the players for `make_inputs`. Raises ConfigError for options that the environment lacks."""
-    if options := config.environment_options:
-        player = partial(check_environment(made_class(player), name, options), **options)
-    return Players(**{f"{kind}s": {name: player}}, models=make_models(config.models))
+def _players(config: RunConfig, player: Player) -> Players:
+    """Return the players for `make_inputs`. Raises ConfigError for options that the player lacks."""
+    return configured_players(config, replace(player, options=config.player.options))
 
 
 def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
@@ -352,7 +345,7 @@ def _tasks(
     if isinstance(tasks, str):
         return load_split(config, split, environments)
     name = "tasks" if split == "train" else split
-    context = LoadContext(config.data.columns, config.player, environments)
+    context = LoadContext(config.data.columns, config.player.of_task, environments)
     return [
         context.task(Row(row, f"{name}[{number}]", _place(split, number)), _IN_MEMORY)
         for number, row in enumerate(tasks)

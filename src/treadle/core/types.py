@@ -68,12 +68,7 @@ class Message(TypedDict):
 
 
 PLAYERS = ("environment", "agent", "driver")
-"""Fields of a task, and keys of a recipe, that name its player."""
-
-
-def named_players(row: object) -> dict[str, str]:
-    """Return the players named by a task or a recipe, by kind: `{"environment": "lookup"}`; empty if it names none."""
-    return {kind: name for kind in PLAYERS if (name := getattr(row, kind))}
+"""Fields of a task that name its player."""
 
 
 class StopReason(StrEnum):
@@ -237,7 +232,8 @@ class Task:
     def __post_init__(self) -> None:
         if not isinstance(self.task_id, str) or not self.task_id:
             raise DataError(f"a task needs a task_id as text, got {self.task_id!r:.100}")
-        if len(named := named_players(self)) > 1:
+        named = {kind: name for kind in PLAYERS if (name := getattr(self, kind))}
+        if len(named) > 1:
             both = " and ".join(f"the {kind} {name!r}" for kind, name in named.items())
             raise DataError(f"task {self.task_id} names both {both}; leave one out")
         object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
@@ -248,7 +244,7 @@ class Task:
     @property
     def player(self) -> tuple[str, str]:
         """Return kind and name of its player: `("environment", "lookup")`; the name is "" if the task names none."""
-        return next(iter(named_players(self).items()), ("environment", ""))
+        return next(((kind, name) for kind in PLAYERS if (name := getattr(self, kind))), ("environment", ""))
 
     def copy(self) -> Task:
         """Return a deep copy, which its player may change."""

@@ -13,10 +13,8 @@ from pydantic import Field, model_validator
 
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.core import registry
 from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
 from treadle.core.errors import ConfigError
-from treadle.core.types import named_players
 from treadle.data.config import DataConfig, is_file
 from treadle.engines.config import Device, EngineConfig
 from treadle.loop.config import EvaluationConfig, LoopPlan, OrchestrationConfig, PlacementConfig, RuntimePlan
@@ -24,6 +22,7 @@ from treadle.loop.failures import FailuresConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import is_adapter, located
 from treadle.plan.aliases import ALIASES
+from treadle.plan.player import KINDS, Player
 from treadle.record.address import find_address
 from treadle.record.checkpoint_retention import Retention
 from treadle.record.run_directory import RunDirectory, without_version
@@ -79,7 +78,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _players_fit(self) -> RunConfig:
-        named = named_players(self) | ({"reward": self.reward} if self.reward else {})
+        named = {kind: name for kind in KINDS if (name := getattr(self, kind))}
         if len(named) > 1:
             both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
             raise ValueError(f"{both} are both set; leave one out (single tasks may name another)")
@@ -164,9 +163,11 @@ class RunConfig(Config):
         return self
 
     @property
-    def player(self) -> tuple[str, str]:
-        """Return the player of tasks that name none: (kind, name), as `Task.player`."""
-        return next(iter(named_players(self).items()), ("environment", self.reward))
+    def player(self) -> Player:
+        """Return the player of tasks that name none."""
+        kind = next((kind for kind in KINDS if getattr(self, kind)), "environment")
+        options = {"environment": self.environment_options, "driver": self.driver_options}
+        return Player(kind, getattr(self, kind), options.get(kind, {}))
 
     @property
     def trainer(self) -> TrainerSpec:
@@ -270,17 +271,6 @@ def with_model_of_run(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-_PLAYERS = ("environment", "reward", "agent", "driver")
-PLAYER_OVERRIDES = "reward=module:function, agent=module:function, environment=module:Class, driver=module:Class"
-
-
-def without_player(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a run's data without its player and the player's options, if the overrides name another kind."""
-    kinds = {override.partition("=")[0].strip() for override in overrides}.intersection(_PLAYERS)
-    others = {kind for kind in _PLAYERS if kinds and kind not in kinds}
-    return {key: value for key, value in data.items() if key.removesuffix("_options") not in others}
-
-
 def without_source_options(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the data without the options of task sources that the overrides replace by files."""
     named = [o for o in overrides if o.partition("=")[0].strip() in ("data.train.source", "data.held_out.source")]
@@ -308,12 +298,6 @@ def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) 
         for name, section in sections.items()
     }
     return {**below, "data": kept}
-
-
-def is_registered(config: RunConfig) -> bool:
-    """Return whether a recipe can name the player: not one made in Python."""
-    kind, name = config.player
-    return bool(config.reward) or ":" in name or not name or name in registry.names(f"{kind}s")
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:

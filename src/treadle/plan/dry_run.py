@@ -46,7 +46,6 @@ def dry_run(config: RunConfig, runs: Path, log: Log, tell: Callable[[Check], obj
 
 
 def _describe_data(inputs: Inputs) -> str:
-    players = inputs.players
-    names = [*players.environments, *players.agents, *players.drivers]
+    names = [name for _, name in inputs.players.by_task]
     held_out = f", {len(inputs.held_out)} held out" if inputs.held_out else ""
     return f"{len(inputs.train)} tasks to train on{held_out}, played by {', '.join(names)}"

@@ -80,7 +80,7 @@ def _device(config: RunConfig) -> str:
 
 def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRenderer | None) -> int | None:
     """Return the length of the longest prompt of the first tasks, if attempts are single replies; None if unknown."""
-    if not config.reward or inputs is None or renderer is None:
+    if config.player.kind != "reward" or inputs is None or renderer is None:
         return None
     longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)
     with suppress(TreadleError):  # reported with the first prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,18 +15,16 @@ from treadle.core.files import read_proven
 from treadle.core.types import Task
 from treadle.data.config import SourceConfig, sources_of
 from treadle.data.load import LoadContext, load_tasks
-from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
-from treadle.envs.tasks import load_environment, load_reward
-from treadle.plan.config import RunConfig, config_of, is_registered
+from treadle.data.tasks import check_disjoint, players, tasks_sha256, with_players
+from treadle.plan.config import RunConfig, config_of
 from treadle.plan.other_models import make_models
+from treadle.plan.player import Player
 from treadle.plan.validation import check_changes, check_config
 from treadle.record.checkpoint_retention import find_checkpoint
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callback import Callback
 from treadle.report.callbacks import load_callbacks
-from treadle.rollout.agents.agent import load_agent
 from treadle.rollout.attempt import Players
-from treadle.rollout.drivers.driver import load_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory, check_metrics
 from treadle.rollout.other_models import PolicyCopy
 
@@ -57,13 +55,13 @@ def is_in_memory(section: SourceConfig | tuple[SourceConfig, ...] | None) -> boo
 
 def is_of_python(config: RunConfig) -> bool:
     """Return whether no recipe can name the training tasks or their player, as they were made in Python."""
-    return is_in_memory(config.data.train) or not is_registered(config)
+    return is_in_memory(config.data.train) or not config.player.is_registered
 
 
 def has_held_out(config: RunConfig) -> bool:
     """Return whether there are held-out tasks that can be loaded and played by configured players."""
     held_out = config.data.held_out
-    return held_out is not None and not is_in_memory(held_out) and is_registered(config)
+    return held_out is not None and not is_in_memory(held_out) and config.player.is_registered
 
 
 def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
@@ -87,10 +85,10 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
         raise RunError(
             f"run {str(path)!r} was started from Python; continue with treadle.train(..., resume=True) there"
         )
-    if not is_registered(config):
-        kind, name = config.player
+    if not config.player.is_registered:
+        kind_and_name = f"{config.player.kind} {config.player.name!r}"
         raise RunError(
-            f"run {str(path)!r}: {kind} {name!r} is not registered; if the run was started from Python, continue with "
+            f"run {str(path)!r}: {kind_and_name} is not registered; if the run was started from Python, continue with "
             "treadle.train(..., resume=True) there"
         )
     return config
@@ -120,22 +118,13 @@ def load_held_out(config: RunConfig) -> Inputs:
     return make_held_out(load_split(config, "held_out", configured.environments), configured)
 
 
-def configured_players(config: RunConfig) -> Players:
-    """Return the recipe's players by name, and the other models. Raises ConfigError."""
-    kind, name = config.player
-    return Players(
-        _environments(config),
-        {name: load_agent(name)} if kind == "agent" else {},
-        {name: load_driver(name, config.driver_options)} if kind == "driver" else {},
-        make_models(config.models),
-    )
+def configured_players(config: RunConfig, player: Player | None = None) -> Players:
+    """Return the player of tasks that name none, if any, and the other models. Raises ConfigError.
 
-
-def _environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
-    if config.reward:
-        return {config.reward: load_reward(config.reward)}
-    name = config.environment
-    return {name: load_environment(name, config.environment_options)} if name else {}
+    player: instead of the recipe's.
+    """
+    player = player or config.player
+    return Players.of({player.of_task: player.load()} if player.name else {}, make_models(config.models))
 
 
 def make_inputs(
@@ -166,8 +155,7 @@ def make_held_out(held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:
 
 def _played(tasks: Sequence[Task], named: Players, split: Split) -> Sequence[Task]:
     """Return the tasks, each with a player. Raises ConfigError if the named player would play none."""
-    by_kind = {"environment": named.environments, "agent": named.agents, "driver": named.drivers}
-    player = next(((kind, name) for kind, them in by_kind.items() for name in them), None)
+    player = next(iter(named.by_task), None)
     tasks = with_players(tasks, player or ("environment", ""))
     if player is not None and tasks and player not in (others := players(tasks)):
         kind, name = min(others)
@@ -181,26 +169,22 @@ def _played(tasks: Sequence[Task], named: Players, split: Split) -> Sequence[Tas
 
 def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
     """Load the tasks' environments and agents, except those in `loaded`. Raises ConfigError."""
-    named = sorted(set[Player]().union(*map(players, tasks)))
+    named = sorted(set[tuple[str, str]]().union(*map(players, tasks)))
     if ("environment", "") in named:
         raise ConfigError(
             "some tasks name neither an environment nor an agent; "
             "set 'environment', 'reward' or 'agent' in the recipe, or one in each task"
         )
 
-    def of_kind(wanted: str, before: Mapping[str, T], load: Callable[[str], T]) -> dict[str, T]:
-        return {name: before.get(name) or load(name) for kind, name in named if kind == wanted}
-
-    environments = of_kind("environment", loaded.environments, load_environment)
-    check_metrics(environments)
-    agents = of_kind("agent", loaded.agents, load_agent)
+    found = Players.of({each: loaded.by_task.get(each) or Player(*each).load() for each in named}, loaded.models)
+    check_metrics(found.environments)
     copies = [name for name, make in loaded.models.items() if make is PolicyCopy]
     if copies and (other := next(((kind, name) for kind, name in named if kind != "environment"), None)):
         raise ConfigError(
             f"models.{copies[0]} is a copy of the policy, which only environments may call, but the {other[0]} "
             f"{other[1]!r} plays tasks; write an environment for it, or leave policy: true out"
         )
-    return Players(environments, agents, of_kind("driver", loaded.drivers, load_driver), loaded.models)
+    return found
 
 
 def load_split(
@@ -216,8 +200,8 @@ def load_split(
 
 def load_context(config: RunConfig, environments: Mapping[str, EnvironmentFactory] | None = None) -> LoadContext:
     """Return the settings common to all sources of a run. Raises ConfigError for unknown names."""
-    known = _environments(config) if environments is None else environments
-    return LoadContext(config.data.columns, config.player, known, config.seed)
+    known = configured_players(config).environments if environments is None else environments
+    return LoadContext(config.data.columns, config.player.of_task, known, config.seed)
 
 
 DATA = "data.json"

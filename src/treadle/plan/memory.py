@@ -205,7 +205,7 @@ def _open_attempts(config: RunConfig) -> int:
 def _tokens_of_pass(config: RunConfig, prompt: int | None) -> int:
     """Return the maximum tokens of one pass: a full micro-batch, or all attempts of an update or of the warm start."""
     training, rollout = config.training, config.rollout
-    if config.agent or config.driver:  # the number of calls is unknown
+    if config.player.kind in ("agent", "driver"):  # the number of calls is unknown
         return training.max_tokens_per_microbatch
     if prompt is None:
         group = training.group_size * rollout.max_steps * rollout.longest_call

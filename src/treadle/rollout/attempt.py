@@ -19,7 +19,7 @@ from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.outcomes import without_summaries
-from treadle.core.types import SamplingParams, Step, Task, Trajectory, trajectory_id
+from treadle.core.types import PLAYERS, SamplingParams, Step, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.agent import Agent
@@ -49,6 +49,20 @@ class Players:
     agents: Mapping[str, Agent] = field(default_factory=dict)
     drivers: Mapping[str, DriverFactory] = field(default_factory=dict)
     models: Mapping[str, MakeModel] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, by_task: Mapping[tuple[str, str], Any], models: Mapping[str, MakeModel]) -> Players:
+        """Return the players by `Task.player`: `Players.of({("agent", "solve"): solve}, {})`."""
+        environments, agents, drivers = (
+            {name: made for (kind, name), made in by_task.items() if kind == wanted} for wanted in PLAYERS
+        )
+        return cls(environments, agents, drivers, models)
+
+    @property
+    def by_task(self) -> dict[tuple[str, str], Any]:
+        """Return the players by `Task.player`."""
+        kinds = zip(PLAYERS, (self.environments, self.agents, self.drivers), strict=True)
+        return {(kind, name): made for kind, named in kinds for name, made in named.items()}
 
     @property
     def may_wait(self) -> bool:
