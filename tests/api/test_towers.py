@@ -10,8 +10,8 @@ from tests.runs import check_finished, resume, start
 from tests.towers import image_logits, original, tensors, write
 from tests.worlds import tiny
 from treadle.api.export import export_checkpoint
+from treadle.api.train import dry_run
 from treadle.models.unused import unused_parts
-from treadle.plan.dry_run import dry_run
 
 
 def of(base: Path, *more: str) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from tests.runs import check_finished, start, updates
 from tests.worlds import tiny
+from treadle.api.train import dry_run
 from treadle.models.support import context_of
-from treadle.plan.dry_run import dry_run
 
 BLOOM = {"model_type": "bloom", "n_head": 2, "n_layer": 1, "hidden_size": 32}
 JAMBA = {

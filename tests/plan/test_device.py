@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from tests.runs import resume, start
 from tests.worlds import Quiet, tiny
+from treadle.api.train import dry_run
 from treadle.core.errors import ConfigError
 from treadle.plan import device
 from treadle.plan.config import config_of
 from treadle.plan.device import check_device, settled, unused_gpus
-from treadle.plan.dry_run import dry_run
 from treadle.plan.memory import estimate_memory
 from treadle.record.run_directory import RunDirectory
 from treadle.training.make import load_model

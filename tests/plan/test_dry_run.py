@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, make_group, make_step
 from tests.models import tiny as tiny_model
 from tests.worlds import tiny
+from treadle.api.train import dry_run
 from treadle.core.errors import ConfigError
 from treadle.engines.torch.model import CachedModel
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.states import state_memory
 from treadle.models.weights import published
-from treadle.plan.checks import DryRun
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
-from treadle.plan.dry_run import dry_run
+from treadle.plan.dry_run import DryRun
 from treadle.plan.memory import checkpoint_size, estimate_memory
 from treadle.training.checkpoint import checkpoint_bytes
 from treadle.training.frozen import make_reference

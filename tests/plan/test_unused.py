@@ -10,12 +10,12 @@ import torch
 from tests.runs import start
 from tests.training.test_peft_adapters import write
 from tests.worlds import Quiet, tiny
+from treadle.api.train import dry_run
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.model_files import is_adapter, tokenizer_directory
 from treadle.models.unused import unused_parts
 from treadle.models.weights import adapter_weights, unique_weights
-from treadle.plan.dry_run import dry_run
 from treadle.training.checkpoint import export_model
 from treadle.training.make import load_model
 

@@ -6,11 +6,13 @@ treadle.train -> train_run -> Run.train -> Loop.run -> Loop._train
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.core.errors import RankError, RunError
 from treadle.plan.config import RunConfig
+from treadle.plan.dry_run import Check, DryRun, Log, try_settings
 from treadle.plan.inputs import Inputs
 from treadle.record.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.report.progress import Progress, loading
@@ -77,6 +79,20 @@ def train_run(
     if summary["stopped_early"]:
         progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; continue with {resume_with}")
     return summary
+
+
+def dry_run(config: RunConfig, runs: Path, log: Log, tell: Callable[[Check], object] = lambda check: None) -> DryRun:
+    """Try everything that a run of this configuration needs before its first rollout.
+
+    runs: parent of the run's directory. log: receives lines about environments that block the event loop. tell:
+    receives each check when it is made.
+    """
+    result = DryRun(tell)
+    inputs = try_settings(result, config)
+    from treadle.plan.dry_run_parts import try_parts  # torch and transformers
+
+    try_parts(result, config, inputs, runs, log)
+    return result
 
 
 def _last_update(path: Path) -> int | None:

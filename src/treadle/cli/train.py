@@ -12,15 +12,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from treadle.api.train import train_run
+from treadle.api.train import dry_run, train_run
 from treadle.cli.commands import INTERRUPTED
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
 from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
-from treadle.plan.checks import Check, DryRun
 from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
-from treadle.plan.dry_run import dry_run
+from treadle.plan.dry_run import Check, DryRun
 from treadle.plan.inputs import has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.record.address import checkpoint_named, find_address
 from treadle.record.run_directory import RunDirectory, find_run, make_directory, no_run

@@ -11,38 +11,87 @@ are tried.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-from treadle.plan.checks import Check, DryRun, Log
+from treadle.core.errors import TreadleError
+from treadle.core.registry import extra_of, how_to_install
 from treadle.plan.config import RunConfig
 from treadle.plan.inputs import Inputs, load_data
-from treadle.plan.validation import checks
+from treadle.plan.validation import check_settings, checks
 from treadle.report.callbacks import load_callbacks
 
+if TYPE_CHECKING:
+    from treadle.plan.memory import MemoryPart
+    from treadle.plan.start import FirstPrompt
+    from treadle.rendering.chat import ChatRenderer
 
-def _silent(made: object) -> str:
-    """Say nothing yet: more of the part will be tried."""
-    return ""
+T = TypeVar("T")
+Log = Callable[[str], None]
 
 
-_TEXTS: dict[str, Callable[[object], str]] = {"settings": lambda made: "they fit together"}
+def _text(made: object) -> str:
+    return made if isinstance(made, str) else ""
 
 
-def dry_run(config: RunConfig, runs: Path, log: Log, tell: Callable[[Check], object] = lambda check: None) -> DryRun:
-    """Try everything that a run of this configuration needs before its first rollout.
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of trying one part: `Check("engine", "no vLLM: ...", is_missing=True)`."""
 
-    runs: parent of the run's directory. log: receives lines about environments that block the event loop. tell:
-    receives each check when it is made.
+    name: str
+    text: str
+    is_missing: bool = False
+
+
+@dataclass(slots=True)
+class DryRun:
+    """The result of a dry run. renderer, prompt: None if they could not be made; agents make their own prompts.
+
+    tell: called with each check when it is made.
     """
-    result = DryRun(tell)
+
+    tell: Callable[[Check], object]
+    checks: list[Check] = field(default_factory=list)
+    memory: list[MemoryPart] = field(default_factory=list)
+    renderer: ChatRenderer | None = None
+    prompt: FirstPrompt | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        return [check.name for check in self.checks if check.is_missing]
+
+    def attempt(self, name: str, work: Callable[[], T], describe: Callable[[T], str] = _text) -> T | None:
+        """Try a part; return what the work makes, None if it is missing. describe: returns the check's text, if any."""
+        if name in self.missing:
+            return None
+        try:
+            made = work()
+        except TreadleError as error:
+            self._add(Check(name, str(error), is_missing=True))
+        except ModuleNotFoundError as error:
+            if error.name is None or extra_of(error.name) is None:
+                raise
+            how = f"{error.name} is not installed; {how_to_install(error.name)}"
+            self._add(Check(name, how, is_missing=True))
+        else:
+            if text := describe(made):
+                self._add(Check(name, text))
+            return made
+        return None
+
+    def _add(self, check: Check) -> None:
+        self.checks.append(check)
+        self.tell(check)
+
+
+def try_settings(result: DryRun, config: RunConfig) -> Inputs | None:
+    """Try what needs no torch; return tasks and players, None if they are missing."""
+    result.attempt("settings", lambda: check_settings(config), lambda _: "they fit together")
     for name, check in checks(config):
-        result.attempt(name, check, _TEXTS.get(name, _silent))
+        result.attempt(name, check, lambda _: "")
     inputs = result.attempt("data", lambda: load_data(config), _describe_data)
     result.attempt("callbacks", lambda: load_callbacks(config.callbacks), ", ".join)
-    from treadle.plan.dry_run_parts import try_parts  # torch and transformers
-
-    try_parts(result, config, inputs, runs, log)
-    return result
+    return inputs
 
 
 def _describe_data(inputs: Inputs) -> str:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError, TreadleError
-from treadle.core.types import Task
 from treadle.models.chat import load_chat
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import context_of, why_not_packable
 from treadle.models.weights import trained
-from treadle.plan.checks import DryRun, Log
 from treadle.plan.config import RunConfig
 from treadle.plan.device import check_device, describe_device, settled, unused_gpus
+from treadle.plan.dry_run import DryRun, Log
 from treadle.plan.inputs import Inputs
 from treadle.plan.memory import checkpoint_size, compare_disk, compare_memory, estimate_memory
 from treadle.plan.start import START, FirstPrompt
@@ -39,16 +38,14 @@ _LOOKED_AT = 1000  # tasks to search for the longest prompt
 
 
 def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Path, log: Log) -> None:
-    """Try the parts that `dry_run` has not tried yet.
-
-    inputs: None if they are missing.
-    """
+    """Try the parts after `try_settings`, with its inputs. runs: parent of the run's directory."""
     config, attempt = settled(config), result.attempt
     kl, distillation, ranks = config.algorithm.kl, config.algorithm.distillation, config.placement.learner.ranks
     other = None if kl is None else kl.model
     taught_by = None if distillation is None or distillation.is_served else distillation.teacher
-    attempt("device", partial(_device, config), str)
-    result.renderer = renderer = attempt("tokenizer", partial(_chat, config), partial(_describe_chat, config))
+    attempt("device", partial(_device, config))
+    chat = attempt("tokenizer", partial(load_chat, config.model, None), partial(_describe_chat, config))
+    result.renderer = renderer = None if chat is None else chat[1]
     model = attempt("model", partial(_model, config, renderer), partial(_describe_model, config))
     reference = teacher = None
     if other:
@@ -58,7 +55,7 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
     elif distillation is not None and distillation.is_served:
         longest = config.rollout.longest_call
         attempt("teacher", partial(reach_teacher, distillation, config.model, longest), _describe_server)
-    attempt("engine", partial(_engine, config, model, log), str)
+    attempt("engine", partial(_engine, config, model, log))
     if inputs is not None and renderer is not None:
         for name, check in START.items():
             made = attempt(name, partial(check, inputs, renderer, config, log), partial(_describe_start, config, name))
@@ -66,8 +63,8 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
     if model is not None and (reference is not None or not other) and (teacher is not None or not taught_by):
         prompt = _longest_prompt(config, inputs, renderer)
         result.memory = estimate_memory(config, model, reference, teacher, prompt)
-        attempt("memory", partial(compare_memory, result.memory, ranks), str)
-        attempt("disk", partial(compare_disk, config, checkpoint_size(config, model, reference), runs), str)
+        attempt("memory", partial(compare_memory, result.memory, ranks))
+        attempt("disk", partial(compare_disk, config, checkpoint_size(config, model, reference), runs))
 
 
 def _device(config: RunConfig) -> str:
@@ -82,21 +79,15 @@ def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRend
     """Return the length of the longest prompt of the first tasks, if attempts are single replies; None if unknown."""
     if config.player.kind != "reward" or inputs is None or renderer is None:
         return None
-    longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)
+    tasks = islice(inputs.train, _LOOKED_AT)
+    longest = max(tasks, key=lambda task: sum(len(message["content"]) for message in task.prompt))
     with suppress(TreadleError):  # reported with the first prompt
         return min(len(Conversation(renderer).render(longest.prompt).ids), config.rollout.max_input_tokens)
     return None
 
 
-def _characters(task: Task) -> int:
-    return sum(len(message["content"]) for message in task.prompt)
-
-
-def _chat(config: RunConfig) -> ChatRenderer:
-    return load_chat(config.model, None)[1]
-
-
-def _describe_chat(config: RunConfig, renderer: ChatRenderer) -> str:
+def _describe_chat(config: RunConfig, chat: tuple[object, ChatRenderer]) -> str:
+    renderer = chat[1]
     ends = [renderer.decode([ident]) for ident in renderer.stop_ids]
     verb = "ends" if len(ends) == 1 else "end"
     return f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {tokenizer_directory(config.model)}"

@@ -28,19 +28,15 @@ from treadle.training.teacher_prompts import load_context
 
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError, DataError or DownloadError for a configuration that no run could start with."""
+    check_settings(config)
     for _, check in checks(config):
         check()
 
 
 def checks(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the checks of a configuration by itself, each with the part of the run that it is about."""
-    model, kl, distillation, warm_start = (
-        config.model,
-        config.algorithm.kl,
-        config.algorithm.distillation,
-        config.warm_start,
-    )
-    yield "settings", partial(check_settings, config)
+    """Yield the checks of named files, models and programs, each with the part of the run that it is about."""
+    model, warm_start = config.model, config.warm_start
+    kl, distillation = config.algorithm.kl, config.algorithm.distillation
     yield "engine", partial(check_engine_config, config.engine, config.training.routing_replay)
     if model.build is None:
         yield "model", partial(base_directory, model)
