@@ -264,6 +264,33 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
     assert len(seeds) == len(expected)  # each has draws of its own
 
 
+@pytest.mark.parametrize(("staleness", "retried"), [(0, [("t0", 8.0), ("t1", 8.0)]), (1, [("t0", 2.0), ("t1", 5.0)])])
+def test_a_synchronous_batch_retries_together_and_other_groups_by_themselves(
+    staleness: int, retried: list[tuple[str, float]]
+) -> None:
+    """The first two groups fail after 1 and 2 seconds, to be retried 1 and 3 later; the third one takes 5."""
+    begun: list[tuple[str, float]] = []
+    lasts = {"t0": 1.0, "t1": 2.0, "t2": 5.0}
+    causes = {"t0": Cause.INFRASTRUCTURE, "t1": Cause.VERIFIER}
+
+    class Apart(Environment):
+        async def reset(self, task: Task) -> list[Message]:
+            self.first, self.name = all(name != task.task_id for name, _ in begun), task.task_id
+            begun.append((self.name, asyncio.get_running_loop().time()))
+            return [user("go")]
+
+        async def step(self, text: str) -> EnvStep:
+            await asyncio.sleep(lasts.get(self.name, 100.0))
+            if self.first and self.name in causes:
+                raise TrajectoryFailure(causes[self.name], "gone")
+            return EnvStep(reward=1.0, done=True)
+
+    policies = "{infrastructure: {retries: 1, backoff: 1}, verifier: {retries: 1, backoff: 3}}"
+    batch = one_batch(group_size=1, world=Apart, causes=policies, staleness=staleness, max_groups=3)
+    assert [group.index for group in batch] == [0, 1, 2]
+    assert [one for n, one in enumerate(begun) if one[0] in [name for name, _ in begun[:n]]] == retried
+
+
 def test_retries_wait_longer_each_time_and_end() -> None:
     failures = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(backoff=3.0)})
     failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
