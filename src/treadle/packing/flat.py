@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,16 +168,10 @@ def _with_routing(batch: FlatBatch, made: Sequence[PackedCall]) -> list[PackedCa
     table, recorded = distinct(everything)
     if table is None:
         return list(made)
-    ends = np.cumsum([len(trajectory.steps) for trajectory in batch.trajectories]).tolist()
-    keys = [
-        where
-        for trajectory, end in zip(batch.trajectories, ends, strict=True)
-        for step, where in zip(
-            trajectory.steps, replayed(trajectory.steps, recorded[end - len(trajectory.steps) : end]), strict=True
-        )
-        if step_drop_reason(trajectory, step) is None
-    ]
-    return [replace(call, keys=where[:, None], routing=table) for call, where in zip(made, keys, strict=True)]
+    ends = np.cumsum([0, *(len(trajectory.steps) for trajectory in batch.trajectories)]).tolist()
+    keys = [replayed(everything[a:b], recorded[a:b]) for a, b in pairwise(ends)]
+    trained = zip(made, batch.trajectory_of_step, batch.step_number, strict=True)
+    return [replace(call, keys=keys[t][number][:, None], routing=table) for call, t, number in trained]
 
 
 def distinct(steps: Sequence[Step]) -> tuple[Routing | None, list[Ids]]:

@@ -167,7 +167,8 @@ class Learner:
         return self._scores(self.forward, batch)
 
     def _scores(self, forward: Forward, batch: FlatBatch, top: MostProbable | None = None) -> TokenScores:
-        return self._scores_of(forward, self._slots(forward, batch), self._temperature(batch), top)
+        laid_out, temperature = self._slots(forward, batch), self._temperature(batch)
+        return self._scores_of(forward, laid_out, temperature, top)
 
     def _scores_of(
         self,
@@ -209,18 +210,17 @@ class Learner:
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
 
         self.updates_done += 1
-        measures = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
-        if self.kl is not None:
-            measures[KL_COEF] = [self.kl.coef]
-            if (kl := totals["kl"]) is not None:
-                self.kl = self.kl.after(kl, len(batch.trajectories))
-        for frozen in self._frozen:
-            frozen.after_update(self.updates_done)
-        return UpdateResult(
+        measures = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]} | ({KL_COEF: [self.kl.coef]} if self.kl else {})
+        result = UpdateResult(
             metrics=measured("run", measures) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
+        if self.kl is not None and (kl := totals["kl"]) is not None:
+            self.kl = self.kl.after(kl, len(batch.trajectories))
+        for frozen in self._frozen:
+            frozen.after_update(self.updates_done)
+        return result
 
     @property
     def _frozen(self) -> list[Frozen]:
@@ -362,10 +362,12 @@ class Learner:
         return self._trees(self.forward, batch)
 
     def _trees(self, forward: Forward, batch: FlatBatch) -> list[PrefixTree]:
-        return forward.trees(calls(batch, forward.routing is not None), self.training.packing, self.training.sharing)
+        packed = calls(batch, forward.routing is not None)
+        return forward.trees(packed, self.training.packing, self.training.sharing)
 
     def _slots(self, forward: Forward, batch: FlatBatch) -> list[Slot]:
-        return slots(self._trees(forward, batch), self.ranks.size, forward.passes)
+        trees = self._trees(forward, batch)
+        return slots(trees, self.ranks.size, forward.passes)
 
     def objective(
         self,
@@ -377,23 +379,23 @@ class Learner:
         teacher: TokenScores | None = None,
     ) -> Objective:
         """Return the batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
-        section = self.algorithm.distillation
+        section, tensor = self.algorithm.distillation, self._tensor
         device, correction, kl = self.model.device, self.algorithm.correction, self.algorithm.kl
         tokens = Tokens(
-            logp_old=self._tensor(batch.logp_rollout if logp_old is None else logp_old),
-            logp_rollout=self._tensor(batch.logp_rollout),
-            advantage=self._tensor(advantage),
+            logp_old=tensor(batch.logp_rollout if logp_old is None else logp_old),
+            logp_rollout=tensor(batch.logp_rollout),
+            advantage=tensor(advantage),
             mask=torch.from_numpy(batch.mask).to(device),
             step=torch.from_numpy(batch.step_id).to(device),
             trajectory=torch.from_numpy(batch.trajectory_id).to(device),
-            logp_ref=None if logp_ref is None else self._tensor(logp_ref),
+            logp_ref=None if logp_ref is None else tensor(logp_ref),
             logp_teacher=None if teacher is None else teacher.logp,
             logp_top=None if teacher is None else teacher.top,
         )
-        weight = self._tensor(token_weights(batch, self.algorithm))
+        weight = tensor(token_weights(batch, self.algorithm))
 
         def reduction(mask: Tensor) -> Tensor:
-            return self._tensor(token_weights(batch, self.algorithm, mask.cpu().numpy()))
+            return tensor(token_weights(batch, self.algorithm, mask.cpu().numpy()))
 
         correct_now = logp_old is not None and correction.active
         lag = self.version - batch.version
@@ -413,7 +415,7 @@ class Learner:
             truncated=torch.from_numpy(batch.truncated).to(device) if batch.truncated.any() else None,
             teacher_coef=0.0 if section is None else self._scheduled(section.coefs),
             top_ids=None if teacher is None else teacher.top_ids,
-            values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
+            values=None if values is None else ValueTargets(tensor(values), tensor(values + advantage)),
         )
 
     def _scheduled(self, ends: tuple[float, float]) -> float:
