@@ -150,8 +150,8 @@ class Session:
 
     parse: parser of replies. callers_sampling: whether callers may override the spec's sampling; otherwise they only
     add stop strings, and `notes` describes ignored options, and parts of their tools that the template leaves out.
-    context: limit on prompt and completion together, if it bounds a call's `max_tokens`. calls: those of the session
-    that this one is a copy of. has_ids: whether steps have ids.
+    context: limit on prompt and completion together, if it bounds a call's `max_tokens`. calls: shared by the sessions
+    of one attempt; default: new ones. has_ids: whether steps have ids.
     """
 
     has_ids: ClassVar[bool] = True
