@@ -95,7 +95,7 @@ class Reply:
     """The answer to one call: the message for the agent, and the recorded step with its number.
 
     stop: the stop string that ended it, if any; the message does not contain it. first: number of the call that began
-    the conversation, as far as messages show; its own for a raw prompt.
+    the conversation, as far as messages show; its own for a raw prompt. values: identities of rendered messages.
     """
 
     message: Message
@@ -103,6 +103,7 @@ class Reply:
     number: int
     stop: str | None = None
     first: int = 0
+    values: tuple[identity.Value, ...] = ()
 
     @property
     def text(self) -> str:
@@ -221,7 +222,9 @@ class Session:
         continued = prompt.rendering and prompt.rendering.continues
         first = self._first[continued] if continued else number
         self._first[self._conversation.record(prompt, step.completion_ids, message, whole=not withheld)] = first
-        return Reply(message, step, number, stop, first)
+        known = prompt.rendering.values if prompt.rendering else ()
+        values = (*known, *map(identity.value, prompt.messages[len(known) :]))
+        return Reply(message, step, number, stop, first, values)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
         """Sample the continuation of a raw prompt, text or ids, and record the call. Raises as `chat` does.

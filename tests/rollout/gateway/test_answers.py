@@ -46,9 +46,9 @@ class Attempt:
 
     def call(self, prompt: list[Message], *replies: Message | str) -> None:
         """One request, or several identical ones at a time."""
-        for place, reply in [(self.answers.ask(prompt), reply) for reply in replies]:
+        for number, reply in [(self.answers.ask(), reply) for reply in replies]:
             message = said(reply) if isinstance(reply, str) else reply
-            self.answers.answer(place, Reply(message, make_step(), self.count))
+            self.answers.answer(number, prompt, [Reply(message, make_step(), self.count)])
             self.count += 1
 
     @property
@@ -119,10 +119,10 @@ def test_in_doubt_an_answer_was_used(later: list[list[Message]]) -> None:
 
 def test_an_answer_that_comes_after_another_goes_on_was_used() -> None:
     answers = Answers()
-    first, second = answers.ask([TASK]), answers.ask([TASK])
-    answers.answer(second, Reply(said("b"), make_step(), 1))
-    answers.ask([TASK, said("b"), user("?")])
-    answers.answer(first, Reply(said("a"), make_step(), 0))
+    first, second = answers.ask(), answers.ask()
+    answers.answer(second, [TASK], [Reply(said("b"), make_step(), 1)])
+    answers.answer(answers.ask(), [TASK, said("b"), user("?")], [Reply(said("c"), make_step(), 2)])
+    answers.answer(first, [TASK], [Reply(said("a"), make_step(), 0)])
     assert answers.unused() == []
 
 
@@ -169,6 +169,22 @@ async def chat(client: Any, *messages: Any, **options: Any) -> Any:
 
 
 OUT = DropReason.REJECTED
+
+
+async def test_in_doubt_a_reply_that_the_agent_began_was_used() -> None:
+    async def retries(task: Task, client: Any) -> float:
+        history = [ASK, TASK]
+        begun = said("I say")
+        for _ in range(2):
+            answer = await chat(client, *history, begun, extra_body={"continue_final_message": True})
+        other = await chat(client, *history)
+        history += [said(f"I say{answer['content']}"), user("and?")]
+        await chat(client, *history, other, user("so?"))
+        await chat(client, *history)
+        return 1.0
+
+    dropped, _ = await fates(retries, lambda prompt, number: f"answer {number}.")
+    assert dropped == [None] * 5
 
 
 async def test_a_reply_that_is_asked_for_again_is_neither_played_nor_trained() -> None:

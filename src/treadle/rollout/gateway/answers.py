@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from treadle.core.types import Message
 from treadle.rendering.identity import Value, value
-from treadle.rollout.gateway.request import AnyReply
 from treadle.rollout.session import Reply
 
 
@@ -34,19 +33,19 @@ class Answers:
         self._continued: dict[int, int] = {}  # place -> last request whose messages begin with that conversation
         self._answers: dict[int, list[_Answer]] = {}  # by place of the prompt
 
-    def ask(self, messages: Sequence[Message]) -> int:
-        """Record a request; return the place of its conversation."""
-        place = 0
-        for message in messages:
-            place = self._after(place, message)
-            self._continued[place] = self._asked
+    def ask(self) -> int:
+        """Return the number of a new request."""
         self._asked += 1
-        return place
+        return self._asked - 1
 
-    def answer(self, place: int, reply: AnyReply) -> None:
-        """Record an answer of the policy to a request at this place."""
-        if isinstance(reply, Reply):
-            answer = _Answer(reply.number, self._after(place, reply.message), self._asked)
+    def answer(self, request: int, messages: Sequence[Message], replies: Sequence[Reply]) -> None:
+        """Record the answers to a request with these messages."""
+        place = 0
+        for said in replies[0].values or map(value, messages):
+            place = self._after(place, said)
+            self._continued[place] = max(request, self._continued.get(place, -1))
+        for reply in replies:
+            answer = _Answer(reply.number, self._after(place, value(reply.message)), self._asked)
             self._answers.setdefault(place, []).append(answer)
 
     def unused(self) -> list[int]:
@@ -57,5 +56,5 @@ class Answers:
             unused += [a.number for a in answers if a.place not in self._continued and last >= a.later]
         return sorted(unused)
 
-    def _after(self, place: int, message: Message) -> int:
-        return self._places.setdefault((place, value(message)), len(self._places) + 1)
+    def _after(self, place: int, said: Value) -> int:
+        return self._places.setdefault((place, said), len(self._places) + 1)

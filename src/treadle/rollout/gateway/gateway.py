@@ -127,21 +127,20 @@ class ClientSession:
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
         whole = replace(request, messages=(*opening, *history))
         samples = request.choices * (1 if request.prompts is None else len(request.prompts))
-        asked = self._answers.ask(whole.messages) if other is None and request.prompts is None else None
+        number = self._answers.ask()
         replies = await self._gather([self._call(whole, number, other) for number in range(samples)])
         for kind in request.left_out:
             self._note(f"agents offer tools of type {kind}, which no model here supports: they are left out")
         for note in self.session.notes.values():
             self._note(note)
+        recorded = [reply for reply in replies if isinstance(reply, Reply)]
         if self.access.recorder is not None:
-            for reply in replies:
-                if isinstance(reply, Reply):
-                    self.access.recorder.call(reply, whole)
-        self._numbers[ident] = [reply.number for reply in replies if isinstance(reply, Reply)]
-        if asked is not None:
-            for reply in replies:
-                self._answers.answer(asked, reply)
+            for reply in recorded:
+                self.access.recorder.call(reply, whole)
+        self._numbers[ident] = [reply.number for reply in recorded]
         if request.prompts is None:
+            if recorded:
+                self._answers.answer(number, whole.messages, recorded)
             self._responses[ident] = (*history, replies[0].message)
         renderer = (other and other.renderer) or self.session.renderer
         return Answer(ident, int(time.time()), request, replies, renderer)
