@@ -23,7 +23,6 @@ from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LedgerReader
 from treadle.record.rollout_store import read_shard, read_traces
 from treadle.record.run_directory import RunDirectory
-from treadle.record.tables import KEYS, row_checksum
 
 Summary = dict[str, Any]
 MODEL = tiny().model.model_dump(exclude_none=True)
@@ -81,15 +80,9 @@ def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:
 
 
 def change_ledger(path: Path, *statements: str) -> None:
-    """Change a run's ledger as only a run itself does: rows have their checksums."""
     with closing(sqlite3.connect(path / "ledger.sqlite")) as db, db:
         for statement in statements:
             db.execute(statement)
-        for table, keys in KEYS.items():
-            names = [name for name, *_ in db.execute(f"SELECT * FROM {table} LIMIT 0").description[:keys]]
-            which = " AND ".join(f"{name} = ?" for name in names)
-            for row in db.execute(f"SELECT * FROM {table}").fetchall():
-                db.execute(f"UPDATE {table} SET checksum = ? WHERE {which}", (row_checksum(row[:-1]), *row[:keys]))
 
 
 def put_config(path: Path, content: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import Done, files, treadle
 from tests.runs import shard_of
-from tests.sqlite_pages import content_bytes
 from treadle.record.checkpoint_retention import find_checkpoint
 from treadle.record.ledger import Ledger
 from treadle.record.run_directory import RunDirectory
@@ -92,11 +91,11 @@ def untouched(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def flipped(file: Path, number: int, among: Sequence[int] = ()) -> Iterator[None]:
-    """The file with one bit flipped, for a while: at the n-th place of its own, of all or of these."""
+def flipped(file: Path, number: int) -> Iterator[None]:
+    """The file with one bit flipped, for a while: at the n-th place of its own."""
     good = bytearray(file.read_bytes())
     draws = random.Random(f"{file.name} {number}")
-    place, mask = draws.choice(among or range(len(good))), 1 << draws.randrange(8)
+    place, mask = draws.choice(range(len(good))), 1 << draws.randrange(8)
     file.write_bytes(good[:place] + bytes([good[place] ^ mask]) + good[place + 1 :])
     try:
         yield
@@ -148,28 +147,26 @@ def answer(done: Done) -> tuple[int, str]:
     return done.status, re.sub(r'"seconds": .*', "", done.out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["finished", "stopped"])
-def test_rows_of_the_ledger(which: str, world: World) -> None:
-    """Those that a command has no use for may be damaged, but nothing it says is made of them."""
+def test_a_damaged_ledger(which: str, world: World) -> None:
+    """Commands that do not meet the damage go on as before."""
     ledger = world.place.runs / which / "ledger.sqlite"
-    places = content_bytes(ledger)
-    some = ["show", "show one", "export", "eval"] if which == "finished" else ["resume any"]
+    good, some = ledger.read_bytes(), ["show", "show one", "export"] if which == "finished" else ["resume any"]
     expected = {name: answer(world.command(name)) for name in some} if which == "finished" else {}
-    seen = 0
-    for number in range(PLACES):
-        with flipped(ledger, number, places):
+    try:
+        for number, start in enumerate(range(0, len(good), 4096)):
+            ledger.write_bytes(good[:start] + bytes(8) + good[start + 8 :])
             refused(
                 world.command("report" if which == "finished" else "resume"), str(ledger), "is damaged", "restore it"
             )
             name = some[number % len(some)]
             done = world.command(name)
-            if done.status == 0:
-                assert answer(done) == expected[name]
-            else:
+            if done.status or name not in expected:
                 refused(done, str(ledger), "is damaged", "start a new run from a checkpoint: model.path=")
-                seen += 1
-    assert seen > PLACES / 4
+            else:
+                assert answer(done) == expected[name]
+    finally:
+        ledger.write_bytes(good)
 
 
 def test_lines_of_metrics(world: World) -> None:

@@ -16,10 +16,12 @@ from tests.loop.killed_episodes import go
 from tests.runs import updates
 from tests.worlds import ROOT, addresses, make_group, make_step
 from treadle.core.engine import Completion, VersionSpan
+from treadle.core.errors import DamageError
 from treadle.core.files import WrittenFile
 from treadle.core.types import Status, StopReason, Trajectory
 from treadle.record.ledger import Ledger
 from treadle.record.open_calls import OpenCalls, restorable_calls
+from treadle.record.rollout_store import open_steps, packed_step
 from treadle.rollout.replay import AnsweredCall
 
 
@@ -66,7 +68,19 @@ def test_a_call_comes_back_as_it_was(ledger: Ledger) -> None:
     for name in ("token_ids", "logprobs", "routing"):
         mine, theirs = getattr(expected, name), getattr(got, name)
         assert mine.dtype == theirs.dtype and (mine == theirs).all()
-    assert (got.stop_reason, got.policy_versions) == (expected.stop_reason, expected.policy_versions)
+    assert got.stop_reason == expected.stop_reason
+    assert got.policy_versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
+
+
+@pytest.mark.parametrize("table", ["open_calls", "open_steps"])
+def test_tokens_that_are_in_no_shard_yet_are_compared(table: str, ledger: Ledger) -> None:
+    record(ledger, 1, call(0, 4))
+    played = Trajectory("a", "t", 0, (make_step(),), None, Status.UNRATED)
+    ledger.record_open(make_group(0, played, name="t"), {0: packed_step("t", "a", 0, make_step())})
+    with ledger.transaction() as db:
+        db.execute(f"UPDATE {table} SET tokens = CAST(substr(tokens, 1, 99) AS BLOB)")
+    with pytest.raises(DamageError, match=f"is damaged: tokens in {table} are not as they were written; restore it"):
+        open_steps(ledger) if table == "open_steps" else restorable_calls(ledger, 3, 5, False)
 
 
 def test_an_attempt_goes_on_after_its_first_calls_that_the_checkpoint_admits(ledger: Ledger) -> None:
@@ -76,10 +90,10 @@ def test_an_attempt_goes_on_after_its_first_calls_that_the_checkpoint_admits(led
     record(ledger, 3, call(0, 2), call(1, 4))  # too old
     record(ledger, 4, call(0, 6))
     assert numbers(ledger) == {0: [0, 1, 2], 1: [0], 2: [0]}
-    assert len(ledger.rows("open_calls")) == 5  # the others can never be gone on with, whatever comes after version 5
+    assert len(ledger.open_calls()) == 5  # the others can never be gone on with, whatever comes after version 5
     assert numbers(ledger, newest=9) == {0: [0, 1, 2], 1: [0], 2: [0]}
     assert numbers(ledger, repeats=True) == {}
-    assert not ledger.rows("open_calls")
+    assert not ledger.open_calls()
 
 
 def test_they_are_gone_once_the_attempt_is_recorded_or_starts_anew(ledger: Ledger) -> None:

@@ -34,7 +34,6 @@ def run_show(options: argparse.Namespace) -> int:
     console, run_path = Console(), options.run_directory
     ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
-        ledger.prove("groups", "trajectories")
         rows, names = ledger.newest(_NEWEST), ("trajectory", "task", "status")
         table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
         for row in rows:
@@ -66,7 +65,7 @@ def as_json(
     """Return everything recorded about a trajectory as plain data; the last of several traces of a step counts."""
     from treadle.record.describe import shown_steps
 
-    internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
+    internal = {"task", "shard", "oldest_version", "steps", "trained_version"}
     head = {key: value for key, value in row.items() if key not in internal}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
     shown, compacted = shown_steps(steps, texts, row["advantage"], traces)

@@ -108,7 +108,7 @@ def find_groups(ledger: LedgerReader, query: GroupQuery, versions: Sequence[int]
     total = ledger.query(f"SELECT count(*) AS total FROM groups WHERE {all_of_them}", *values)[0]["total"]
     rest = f"JOIN ({PLACES}) p USING (group_id) WHERE {all_of_them} ORDER BY {by} {way} NULLS LAST, p.place {way}"
     values += [query.component] * by.count("?")
-    rows = ledger.rows("groups", f"{rest} LIMIT ? OFFSET ?", *values, query.limit, query.offset)
+    rows = ledger.query(f"SELECT groups.* FROM groups {rest} LIMIT ? OFFSET ?", *values, query.limit, query.offset)
     page = {"total": total, "offset": query.offset, "rows": rows, "previous": None, "next": None}
     if query.around is not None:
         ids = ledger.query(f"SELECT groups.group_id FROM groups {rest}", *values)

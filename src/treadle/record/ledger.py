@@ -29,7 +29,7 @@ from treadle.record.ledger_reader import (
     manifest_name,
     trace_file,
 )
-from treadle.record.tables import OPEN_STEPS, SCHEMA, insert, journal_mode, update
+from treadle.record.tables import SCHEMA, insert, journal_mode
 
 AttemptKey = tuple[int, int, int]
 """Epoch, position and number of an attempt at a training task: with the seed, the key of its draws."""
@@ -49,7 +49,7 @@ class Ledger(LedgerReader):
     """The ledger of a run trained by this process, its only writer. Thread-safe.
 
     copy: for readers, in the run directory, if the ledger itself is elsewhere (`run_store.open_ledger`).
-    Raises DamageError if a row to be updated fails its checksum, RunError if the disk fails.
+    Raises RunError if the disk fails.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
@@ -107,13 +107,15 @@ class Ledger(LedgerReader):
     def record_calls(self, calls: Sequence[Mapping[str, Any]], forgotten: Iterable[AttemptKey] = ()) -> None:
         """Record calls of attempts in progress, after removing those of the `forgotten` attempts.
 
+        calls: rows of `open_calls`, without their SHA-256.
+
         They immediately outlive the process, but a crash of the machine only after the next other transaction, so that
         no call waits for the disk.
         """
         with self._unsynced() as db:
             for key in forgotten:
                 _forget_calls(db, key)
-            insert(db, "OR REPLACE INTO open_calls", calls)
+            insert(db, "OR REPLACE INTO open_calls", [{**call, "sha256": sha256_of(call["tokens"])} for call in calls])
 
     @contextmanager
     def _unsynced(self) -> Iterator[sqlite3.Connection]:
@@ -131,20 +133,19 @@ class Ledger(LedgerReader):
         rows: new and changed steps by number (`rollout_store.packed_step`), kept in the ledger until `settle`.
         """
         [trajectory] = group.trajectories
-        steps = [(trajectory.trajectory_id, number, row) for number, row in rows.items()]
+        steps = [(trajectory.trajectory_id, number, row, sha256_of(row)) for number, row in rows.items()]
         with self._unsynced() as db:
-            db.execute(OPEN_STEPS)
             _note_file(db, f"rollouts/{OPEN_SHARD}", "")
             insert(db, "OR IGNORE INTO groups", [_group_row(group, "train", 0)])
             insert(db, "OR REPLACE INTO trajectories", [_trajectory_row(group, trajectory, OPEN_SHARD, "train")])
             insert(db, "OR REPLACE INTO steps", _step_rows(trajectory, "train"))
-            db.executemany("INSERT OR REPLACE INTO open_steps VALUES (?, ?, ?)", steps)
+            db.executemany("INSERT OR REPLACE INTO open_steps VALUES (?, ?, ?, ?)", steps)
 
     def settle(self, shard: WrittenFile) -> None:
         """Record that all steps kept in the ledger are now durable in `shard`."""
         with self.transaction() as db:
             _note_file(db, f"rollouts/{shard.name}", shard.sha256)
-            update(db, "trajectories", {"shard": shard.name}, "shard = ?", OPEN_SHARD)
+            db.execute("UPDATE trajectories SET shard = ? WHERE shard = ?", (shard.name, OPEN_SHARD))
             db.execute("DELETE FROM open_steps")
 
     def keep_calls(self, first: Mapping[AttemptKey, int]) -> None:
@@ -164,10 +165,9 @@ class Ledger(LedgerReader):
     def note_trained(self, version: int, groups: Iterable[str], advantages: Mapping[str, float]) -> None:
         """Record the groups of an update. version: policy version before it. advantages: by trajectory_id."""
         with self.transaction() as db:
-            for group in groups:
-                update(db, "groups", {"trained_version": version}, "group_id = ?", group)
-            for trajectory, advantage in advantages.items():
-                update(db, "trajectories", {"advantage": advantage}, "trajectory_id = ?", trajectory)
+            db.executemany("UPDATE groups SET trained_version = ? WHERE group_id = ?", [(version, g) for g in groups])
+            rows = [(advantage, trajectory) for trajectory, advantage in advantages.items()]
+            db.executemany("UPDATE trajectories SET advantage = ? WHERE trajectory_id = ?", rows)
 
     def note_dropped(self, group: Group) -> None:
         """Record that the group, marked by `core.outcomes.leave_out`, will not be trained."""
@@ -176,16 +176,15 @@ class Ledger(LedgerReader):
 
     def note_damaged(self, trajectories: Sequence[str]) -> int:
         """Record that these trajectories' tokens are lost; return the number of dropped steps."""
-        which = "state = ? AND trajectory_id IN (SELECT value FROM json_each(?))"
-        changes = {"state": StepState.DROPPED, "reason": DropReason.DAMAGED}
+        which = "trajectory_id IN (SELECT value FROM json_each(?))"
         with self.transaction() as db:
-            return update(db, "steps", changes, which, StepState.RECORDED, json.dumps(trajectories))
+            return _move_steps(db, StepState.DROPPED, DropReason.DAMAGED, which, json.dumps(trajectories))
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
         """Record why trajectories could not be trained. Their steps are dropped with the next checkpoint."""
         with self.transaction() as db:
-            for trajectory, message in refused.items():
-                update(db, "trajectories", {"warning": message}, "trajectory_id = ?", trajectory)
+            rows = [(message, trajectory) for trajectory, message in refused.items()]
+            db.executemany("UPDATE trajectories SET warning = ? WHERE trajectory_id = ?", rows)
 
     def commit_checkpoint(
         self,
@@ -205,9 +204,9 @@ class Ledger(LedgerReader):
                 _drop_steps(db, batch.dropped_steps)
                 if batch.traces is not None:
                     _note_file(db, f"traces/{batch.traces.name}", batch.traces.sha256)
-            _move_steps(db, StepState.TRAINED, None, f"NOT {UNTAKEN}", *_place(state))
+            _move_steps(db, StepState.TRAINED, None, _of_groups(f"NOT {UNTAKEN}"), *_place(state))
             if finished:
-                _move_steps(db, StepState.DROPPED, DropReason.UNUSED, "true")
+                _move_steps(db, StepState.DROPPED, DropReason.UNUSED, _of_groups("true"))
                 db.execute("DELETE FROM open_calls")
             [number] = db.execute("SELECT coalesce(max(number), 0) + 1 FROM checkpoints").fetchone()
             row = {"update_number": state.update, "directory": directory, "state": json.dumps(asdict(state))}
@@ -220,7 +219,7 @@ class Ledger(LedgerReader):
         with self.transaction() as db:
             _forget_versions(db, state)
             which = f"{UNTAKEN} AND group_id NOT IN (SELECT value FROM json_each(?))"
-            return _move_steps(db, StepState.DROPPED, reason, which, *_place(state), json.dumps(keep))
+            return _move_steps(db, StepState.DROPPED, reason, _of_groups(which), *_place(state), json.dumps(keep))
 
     def return_to(self, directory: str) -> int:
         """Make an earlier checkpoint the latest and roll back all after it; return the number of dropped steps."""
@@ -234,7 +233,9 @@ class Ledger(LedgerReader):
             unused = "name GLOB 'traces/*' AND name NOT IN (SELECT value FROM json_each(?))"
             db.execute(f"DELETE FROM files WHERE {unused}", (kept,))
             return sum(
-                _move_steps(db, StepState.DROPPED, DropReason.ROLLED_BACK, UNTAKEN, *_place(state), moved=moved)
+                _move_steps(
+                    db, StepState.DROPPED, DropReason.ROLLED_BACK, _of_groups(UNTAKEN), *_place(state), moved=moved
+                )
                 for moved in (StepState.RECORDED, StepState.TRAINED)
             )
 
@@ -281,14 +282,19 @@ def _forget_calls(db: sqlite3.Connection, key: AttemptKey) -> None:
 
 def _forget_versions(db: sqlite3.Connection, state: LoopState) -> None:
     which = f"split = 'train' AND trained_version NOT NULL AND {UNTAKEN}"
-    update(db, "groups", {"trained_version": None}, which, *_place(state))
+    db.execute(f"UPDATE groups SET trained_version = NULL WHERE {which}", _place(state))
 
 
 def _drop_steps(db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
-    for step in steps:
-        changes = {"state": StepState.DROPPED, "reason": step.reason}
-        which = "trajectory_id = ? AND step = ? AND state = ?"
-        update(db, "steps", changes, which, step.trajectory_id, step.step, StepState.RECORDED)
+    which = "trajectory_id = ? AND step = ? AND state = 'recorded'"
+    rows = [(step.reason, step.trajectory_id, step.step) for step in steps]
+    db.executemany(f"UPDATE steps SET state = 'dropped', reason = ? WHERE {which}", rows)
+
+
+def _of_groups(which: str) -> str:
+    """Return the condition on steps of training groups with the condition `which`."""
+    joined = "trajectories JOIN groups USING (group_id)"
+    return f"trajectory_id IN (SELECT trajectory_id FROM {joined} WHERE split = 'train' AND {which})"
 
 
 def _move_steps(
@@ -299,12 +305,9 @@ def _move_steps(
     *values: object,
     moved: StepState = StepState.RECORDED,
 ) -> int:
-    """Change the state of training groups' steps. which, values: condition on the groups. moved: present state."""
-    trajectories = (
-        f"SELECT trajectory_id FROM trajectories JOIN groups USING (group_id) WHERE split = 'train' AND {which}"
-    )
-    where = f"state = ? AND trajectory_id IN ({trajectories})"
-    return update(db, "steps", {"state": state, "reason": reason}, where, moved, *values)
+    """Change the state of steps; return their number. which, values: condition. moved: present state."""
+    sql = f"UPDATE steps SET state = ?, reason = ? WHERE state = ? AND {which}"
+    return db.execute(sql, (state, reason, moved, *values)).rowcount
 
 
 def _group_row(group: Group, split: str, batch: int) -> dict[str, Any]:
@@ -344,10 +347,9 @@ def _trajectory_row(group: Group, t: Trajectory, shard: str, split: str) -> dict
     }
 
 
-def _step_rows(t: Trajectory, split: str) -> Iterator[dict[str, Any]]:
-    for number, step in enumerate(t.steps):
-        outcome = outcome_when_recorded(t, step, split)
-        yield {
+def _step_rows(t: Trajectory, split: str) -> list[dict[str, Any]]:
+    return [
+        {
             "trajectory_id": t.trajectory_id,
             "step": number,
             "state": outcome.state,
@@ -357,3 +359,6 @@ def _step_rows(t: Trajectory, split: str) -> Iterator[dict[str, Any]]:
             "stop_reason": step.stop_reason,
             "reward": step.reward,
         }
+        for number, step in enumerate(t.steps)
+        for outcome in [outcome_when_recorded(t, step, split)]
+    ]

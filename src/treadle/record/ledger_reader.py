@@ -1,8 +1,4 @@
-"""Reading the ledger: all queries of the run itself, its reports and its viewer.
-
-Commands verify their data once, when they open the run (`prove`). The viewer follows live runs, and verifies only rows
-that it shows in full (`rows`). The small tables `checkpoints` and `files` are always verified.
-"""
+"""Reading the ledger: all queries of the run itself, its reports and its viewer."""
 
 from __future__ import annotations
 
@@ -15,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import DamageError, RunError
-from treadle.core.files import MANIFEST, WrittenFile
-from treadle.record.tables import KEYS, Damaged, check_row, check_table
+from treadle.core.files import MANIFEST, WrittenFile, sha256_of
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """`schema_version` in config.yaml, `user_version` of the ledger."""
 
 OPEN_SHARD = "open"
@@ -89,19 +84,14 @@ class LedgerReader:
         with self._reading() as db:
             return _dicts(db.execute(sql, values))
 
-    def rows(self, table: str, rest: str = "", *values: Any) -> list[Row]:
-        """Return whole rows of a table; rest: end of the SELECT. Raises DamageError for a damaged row."""
-        with self._reading() as db:
-            rows = _dicts(db.execute(f"SELECT {table}.* FROM {table} {rest}", values))
-            for row in rows:
-                check_row(table, list(row.values()))
-            return rows
+    def prove(self) -> None:
+        """Raise DamageError if the file is damaged, by SQLite's own check: of its structure, not of values."""
+        [row] = self.query("PRAGMA integrity_check(1)")
+        if row["integrity_check"] != "ok":
+            raise self._damage(" ".join(row["integrity_check"].split()))
 
-    def prove(self, *tables: str) -> None:
-        """Raise DamageError if these tables, by default all, are damaged."""
-        with self._reading() as db:
-            for table in tables or KEYS:
-                check_table(db, table)
+    def _damage(self, problem: object) -> DamageError:
+        return DamageError(f"the ledger {self.path} is damaged: {problem}; {self.remedy}")
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -127,14 +117,13 @@ class LedgerReader:
         """Raise DamageError for a damaged file, RunError if the disk or a process is the cause."""
         try:
             yield
-        # SQLite's message quotes the damaged data
-        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:
-            no_text = isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8)
+        except (UnicodeDecodeError, sqlite3.DatabaseError) as error:
+            # SQLite's message quotes the damaged data
+            if isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8):
+                raise self._damage("a row is not as it was written: its text is not UTF-8") from error
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-            is_sql = isinstance(error, sqlite3.Error) and not no_text
-            if not is_sql or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                problem = "a row is not as it was written: its text is not UTF-8" if no_text else error
-                raise DamageError(f"the ledger {self.path} is damaged: {problem}; {self.remedy}") from error
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise self._damage(error) from error
             if isinstance(error, sqlite3.OperationalError):
                 raise RunError(f"the ledger {self.path} {what}: {error}; {remedy or self.remedy}") from error
             raise  # a bug
@@ -147,12 +136,12 @@ class LedgerReader:
 
     def latest_checkpoint(self) -> tuple[str, LoopState] | None:
         """Return (directory name, state) of the latest checkpoint, or None before the first."""
-        rows = self.rows("checkpoints", "ORDER BY number")
+        rows = self.query("SELECT * FROM checkpoints ORDER BY number DESC LIMIT 1")
         return (rows[-1]["directory"], LoopState.from_json(rows[-1]["state"])) if rows else None
 
     def checkpoint(self, directory: str) -> LoopState:
         """Return its state. Raises RunError if it was not committed, or was rolled back."""
-        rows = self.rows("checkpoints", "WHERE directory = ? ORDER BY number", directory)
+        rows = self.query("SELECT state FROM checkpoints WHERE directory = ? ORDER BY number", directory)
         if not rows:
             raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
         return LoopState.from_json(rows[-1]["state"])
@@ -164,9 +153,9 @@ class LedgerReader:
 
     def files(self, prefix: str) -> dict[str, WrittenFile]:
         """Return recorded files with this prefix of their names in the run directory, by the rest of their names."""
-        rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
-        names = [row["name"].removeprefix(prefix) for row in rows]
-        return {name: WrittenFile(name, row["sha256"]) for name, row in zip(names, rows, strict=True)}
+        rows = [(row["name"].removeprefix(prefix), row["sha256"]) for row in self.query("SELECT * FROM files")
+                if row["name"].startswith(prefix)]  # fmt: skip
+        return {name: WrittenFile(name, sha256) for name, sha256 in rows}
 
     def shards(self) -> dict[str, WrittenFile]:
         """Return the files with the tokens of all recorded trajectories, by their names in `rollouts/`."""
@@ -187,16 +176,23 @@ class LedgerReader:
 
     def file_sha256(self, name: str) -> str | None:
         """Return the SHA-256 of a file, by its name in the run directory; None if it is not recorded."""
-        rows = self.rows("files", "WHERE name = ?", name)
-        if not rows:
-            self.prove("files")  # damage may hide a row
+        rows = self.query("SELECT sha256 FROM files WHERE name = ?", name)
         return rows[0]["sha256"] if rows else None
 
     def open_steps(self) -> list[bytes]:
-        """Return the packed rows of all steps kept in the ledger, in order."""
-        if self.file_sha256(f"rollouts/{OPEN_SHARD}") is None:
-            return []
-        return [row["row"] for row in self.query("SELECT row FROM open_steps ORDER BY trajectory_id, step")]
+        """Return the packed tokens of all steps kept in the ledger, in order. Raises DamageError."""
+        return [row["tokens"] for row in self._tokens("open_steps", "trajectory_id, step")]
+
+    def open_calls(self) -> list[Row]:
+        """Return the calls of attempts in progress, in order. Raises DamageError."""
+        return self._tokens("open_calls", "epoch, position, attempt, call")
+
+    def _tokens(self, table: str, order: str) -> list[Row]:
+        """Return the rows of a table with tokens that are in no shard yet, and compare their SHA-256."""
+        rows = self.query(f"SELECT * FROM {table} ORDER BY {order}")
+        if any(sha256_of(row["tokens"]) != row["sha256"] for row in rows):
+            raise self._damage(f"tokens in {table} are not as they were written")
+        return rows
 
     # --- for resuming ------------------------------------------------------------------------------------------------
 
@@ -347,15 +343,15 @@ class LedgerReader:
         return [row["name"] for row in rows]
 
     def evaluated_groups(self, evaluation: str) -> list[Row]:
-        return self.rows("groups", "WHERE group_id GLOB ? ORDER BY idx", f"{evaluation}-*")
+        return self.query("SELECT * FROM groups WHERE group_id GLOB ? ORDER BY idx", f"{evaluation}-*")
 
     def groups_of_task(self, task_id: str, split: str) -> list[Row]:
-        which = "WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
-        return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
+        which = "split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
+        return self.query(f"SELECT * FROM groups WHERE {which}", split, json.dumps(task_id)[1:-1], task_id)
 
     def attempts(self, groups: Sequence[str]) -> list[Row]:
-        which = "WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt, rowid"
-        return self.rows("trajectories", which, json.dumps(groups))
+        which = "group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt, rowid"
+        return self.query(f"SELECT * FROM trajectories WHERE {which}", json.dumps(groups))
 
     def attempts_states(self, groups: Sequence[str]) -> list[Row]:
         return self.query(
@@ -365,7 +361,7 @@ class LedgerReader:
         )
 
     def steps(self, trajectory_id: str) -> list[Row]:
-        return self.rows("steps", "WHERE trajectory_id = ? ORDER BY step", trajectory_id)
+        return self.query("SELECT * FROM steps WHERE trajectory_id = ? ORDER BY step", trajectory_id)
 
     def neighbors(self, group_id: str) -> Row:
         """Return the `previous` and `next` group in the order of `PLACES`; None at the ends."""

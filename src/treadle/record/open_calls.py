@@ -8,15 +8,11 @@ A row is deleted when its attempt is recorded, or cannot be continued.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-
-from treadle.core.engine import Completion, VersionSpan
-from treadle.core.types import Group, StopReason
+from treadle.core.types import Group
 from treadle.record.ledger import AttemptKey, Ledger
+from treadle.record.rollout_store import completion_of, packed_completion
 from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.session import Address
 
@@ -74,8 +70,19 @@ class OpenCalls:
             calls, self._pending = self._pending, []
             forgotten, self._forgotten = self._forgotten, []
             if calls or forgotten:
-                rows = [_row(key, call) for key, call in calls]
-                await asyncio.to_thread(self._ledger.record_calls, rows, forgotten)
+                await asyncio.to_thread(self._write, calls, forgotten)
+
+    def _write(self, calls: Iterable[tuple[AttemptKey, AnsweredCall]], forgotten: Iterable[AttemptKey]) -> None:
+        rows = [
+            {
+                **dict(zip(("epoch", "position", "attempt"), key, strict=True)),
+                "call": call.number,
+                "request": call.request,
+                "tokens": packed_completion(call.completion),
+            }
+            for key, call in calls
+        ]
+        self._ledger.record_calls(rows, forgotten)
 
 
 def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) -> dict[AttemptKey, list[AnsweredCall]]:
@@ -85,9 +92,9 @@ def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) ->
     attempt with tokens older than `oldest`. repeats: whether the run samples everything again instead.
     """
     restored: dict[AttemptKey, list[AnsweredCall]] = {}
-    rows = [] if repeats else ledger.rows("open_calls", "ORDER BY epoch, position, attempt, call")
-    for row in rows:
-        key, call = (row["epoch"], row["position"], row["attempt"]), _call(row)
+    for row in [] if repeats else ledger.open_calls():
+        key = (row["epoch"], row["position"], row["attempt"])
+        call = AnsweredCall(row["call"], row["request"], completion_of(row["tokens"]))
         calls = restored.setdefault(key, [])
         versions = [span.version for span in call.completion.policy_versions]
         if call.number == len(calls) and max(versions) <= newest:
@@ -104,32 +111,3 @@ def _oldest(calls: Iterable[AnsweredCall]) -> int:
 
 def _key(address: Address) -> AttemptKey:
     return address.epoch, address.position, address.attempt
-
-
-def _row(key: AttemptKey, call: AnsweredCall) -> dict[str, Any]:
-    made, routing = call.completion, call.completion.routing
-    return {
-        **dict(zip(("epoch", "position", "attempt"), key, strict=True)),
-        "call": call.number,
-        "request": call.request.hex(),
-        "token_ids": made.token_ids.astype("<i4").tobytes(),
-        "logprobs": made.logprobs.astype("<f4").tobytes(),
-        "versions": json.dumps([(span.version, span.start, span.end) for span in made.policy_versions]),
-        "stop_reason": made.stop_reason,
-        "routing": None if routing is None else routing.astype("<i2").tobytes(),
-        "routing_shape": None if routing is None else json.dumps(routing.shape),
-    }
-
-
-def _call(row: Mapping[str, Any]) -> AnsweredCall:
-    routing = row["routing"]
-    completion = Completion(
-        token_ids=np.frombuffer(row["token_ids"], "<i4").astype(np.int32),
-        logprobs=np.frombuffer(row["logprobs"], "<f4").astype(np.float32),
-        stop_reason=StopReason(row["stop_reason"]),
-        policy_versions=tuple(VersionSpan(*span) for span in json.loads(row["versions"])),
-        routing=routing
-        if routing is None
-        else np.frombuffer(routing, "<i2").astype(np.int16).reshape(json.loads(row["routing_shape"])),
-    )
-    return AnsweredCall(row["call"], bytes.fromhex(row["request"]), completion)

@@ -231,7 +231,7 @@ def read_run(path: Path) -> Iterator[RecordedTrajectory]:
     """
     run = RunDirectory.open(path)
     ledger = run.ledger()
-    ledger.prove("groups", "trajectories", "steps")
+    ledger.prove()
     vocabulary = AS_TEXT if run.is_text else vocabulary_sha256(load_run_tokenizer(path))
     rows = ledger.sampled_once()
     # Includes any that the run has recorded since.

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DataError, RunError
 from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
-from treadle.core.types import BreakCause, DropReason, Group, ModelCall, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.breaks import Decode
@@ -68,6 +69,8 @@ STEP_SCHEMA = pa.schema(
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
+_OF_COMPLETION = ("completion_ids", "logprobs", "policy_versions", "stop_reason", "routing", "routing_shape")
+_COMPLETION = pa.schema([STEP_SCHEMA.field(name) for name in _OF_COMPLETION])
 _TOKENS: Mapping[str, type[np.generic]] = {
     "prompt_ids": np.int32,
     "completion_ids": np.int32,
@@ -103,10 +106,40 @@ def _as_parquet(table: pa.Table) -> pa.Buffer:
 
 def packed_step(group_id: str, trajectory_id: str, number: int, step: Step) -> bytes:
     """Return a row of a shard, packed for the ledger (`Ledger.record_open`)."""
-    batch = pa.RecordBatch.from_pylist([_row(group_id, trajectory_id, number, step)], schema=_SCHEMA)
+    return _packed(_row(group_id, trajectory_id, number, step), _SCHEMA)
+
+
+def packed_completion(completion: Completion) -> bytes:
+    """Return a completion as the columns of a step that it fills, packed for the ledger; `completion_of` reads it."""
+    row = {
+        "completion_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "policy_versions": completion.versions_per_token(),
+        "stop_reason": completion.stop_reason,
+        **_routing_columns(completion.routing),
+    }
+    return _packed(row, _COMPLETION)
+
+
+def completion_of(packed: bytes) -> Completion:
+    [row] = pa.ipc.open_stream(packed).read_all().to_pylist()
+    spans, end = list[VersionSpan](), 0
+    for version, tokens in itertools.groupby(row["policy_versions"]):
+        start, end = end, end + len(list(tokens))
+        spans.append(VersionSpan(version, start, end))
+    return Completion(
+        token_ids=np.array(row["completion_ids"], np.int32),
+        logprobs=np.array(row["logprobs"], np.float32),
+        stop_reason=StopReason(row["stop_reason"]),
+        policy_versions=tuple(spans),
+        routing=_routing(row),
+    )
+
+
+def _packed(row: Mapping[str, Any], schema: pa.Schema) -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, _SCHEMA) as stream:
-        stream.write_batch(batch)
+    with pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.RecordBatch.from_pylist([row], schema=schema))
     return bytes(sink.getvalue())
 
 
@@ -166,10 +199,9 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 def step_row(step: Step) -> dict[str, Any]:
     """Return a step as a row of `STEP_SCHEMA`; `step_of` reads it."""
-    facts, routing = describe(step), step.routing
+    facts = describe(step)
     return facts | {
-        "routing": None if routing is None else routing.astype("<i2").tobytes(),
-        "routing_shape": None if routing is None else routing.shape,
+        **_routing_columns(step.routing),
         "components": list(facts["components"].items()),
         "calls": [json.dumps(call) for call in facts["calls"]],
         "chat": facts["chat"] and json.dumps(facts["chat"]),
@@ -179,8 +211,6 @@ def step_row(step: Step) -> dict[str, Any]:
 def step_of(row: Mapping[str, Any]) -> Step:
     """Return the step in a row, which may lack its routing."""
     plain = {name: row[name] for name in _STEP.keys() - _TOKENS.keys()}
-    recorded = row.get("routing")
-    routing = None if recorded is None else np.frombuffer(recorded, "<i2").reshape(row["routing_shape"])
     converted = {
         **{name: np.array(row[name], dtype) for name, dtype in _TOKENS.items()},
         "stop_reason": StopReason(row["stop_reason"]),
@@ -190,12 +220,24 @@ def step_of(row: Mapping[str, Any]) -> Step:
     return Step(
         **{**plain, **converted},
         sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
-        routing=None if routing is None else routing.astype(np.int16),
+        routing=_routing(row),
         given=Reward(dict(row["components"]), row["token_rewards"]),
         calls=tuple(map(_call, row.get("calls") or ())),
         withheld=row.get("withheld") or 0,
         chat=_call(row["chat"]) if row.get("chat") else None,
     )
+
+
+def _routing_columns(routing: Routing | None) -> dict[str, Any]:
+    if routing is None:
+        return {"routing": None, "routing_shape": None}
+    return {"routing": routing.astype("<i2").tobytes(), "routing_shape": routing.shape}
+
+
+def _routing(row: Mapping[str, Any]) -> Routing | None:
+    if (recorded := row.get("routing")) is None:
+        return None
+    return np.frombuffer(recorded, "<i2").reshape(row["routing_shape"]).astype(np.int16)
 
 
 def _call(text: str) -> ModelCall:
@@ -240,7 +282,6 @@ def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
     """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not recorded."""
     ledger = RunDirectory(run).ledger()
-    ledger.prove("groups", "trajectories")
     row = ledger.trajectory(trajectory_id)
     if row is None:
         examples = ", ".join(newest["trajectory_id"] for newest in ledger.newest(3)) or "none yet"

@@ -60,7 +60,7 @@ def view_trajectory(run: Run, trajectory_id: Key) -> Json:
 
 
 def _row(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
-    rows = run.ledger.rows(table, f"WHERE {key} = ?", name)
+    rows = run.ledger.query(f"SELECT * FROM {table} WHERE {key} = ?", name)
     if not rows:
         raise RunError(f"no {key.removesuffix('_id')} {name!r} in {run.path}")
     return rows[0]
