@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from tests.models import random_groups
 from tests.models import tiny as tiny_model
 from tests.runs import check_finished, resume, start
 from tests.worlds import Quiet, Ragged, Told, chatml, hang, plain_ids, plain_renderer, tiny, user
-from treadle.core.errors import ConfigError, DataError, EngineError, TrainingStopped
+from treadle.core.errors import ConfigError, DataError, EngineError, RunError, TrainingStopped
 from treadle.core.types import Task
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
@@ -31,6 +33,7 @@ from treadle.models.model_files import tokenizer_directory
 from treadle.packing.flat import flatten
 from treadle.plan.config import config_of
 from treadle.plan.inputs import Inputs, make_inputs
+from treadle.plan.plan import make
 from treadle.plan.start import check_first_prompts
 from treadle.plan.validation import check_context
 from treadle.record.run_directory import RunDirectory
@@ -392,3 +395,12 @@ def test_demonstrations_that_cannot_work_are_refused_before_the_run_exists(
     with pytest.raises(error, match=message):
         start(tmp_path / "run", *WARM, override.replace("{}", str(tmp_path)))
     assert not (tmp_path / "run").exists()
+
+
+def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 29_000_000))
+    plan = make(tiny("orchestration.keep_last=2"), Inputs([], []))
+    assert plan.require_space(tmp_path, 9_000_000).startswith("3 checkpoints of 9.0 MB each, 29.0 MB free at ")
+    with pytest.raises(RunError, match=r"3 checkpoints of 10\.0 MB each, 29\.0 MB free at .*; free some space"):
+        plan.require_space(tmp_path, 10_000_000)

@@ -3,11 +3,9 @@
 import asyncio
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -224,15 +222,6 @@ def test_lines_of_metrics_that_are_broken_or_missing_are_told(line: bytes, tmp_p
     assert run.metrics_log().problem(4) == "metrics.jsonl has no line of update 2"
     run.metrics_file.unlink()
     assert run.metrics_log().problem(8) == "metrics.jsonl has no line of update 1, 2, 3, 4, 5 and 3 more"
-
-
-def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 29_000_000))
-    run = RunDirectory(tmp_path)
-    run.require_space(9_000_000, keep=2)
-    with pytest.raises(RunError, match=r"29 MB free at .* 3 checkpoints need 30 MB"):
-        run.require_space(10_000_000, keep=2)
 
 
 def commit(run: RunDirectory) -> None:

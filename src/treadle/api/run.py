@@ -159,7 +159,8 @@ def open_run(
     with ExitStack() as cleanup:
         origin = cleanup.enter_context(_open_checkpoint(path, checkpoint)) if resume else _New()
         plan = make(config, inputs, origin.before)
-        origin.check(plan)
+        if isinstance(origin, _Resumed):
+            origin.check(plan)
         device, ranks = plan.config.device, plan.config.placement.learner.ranks
         embedded = plan.config.placement.kind == "embedded"
         if embedded:
@@ -182,8 +183,7 @@ def open_run(
         if embedded and (line := unused_gpus(device, plan.engine, ranks)):
             progress.log(line)
 
-        section = plan.config.orchestration
-        directory.require_space(trainer.checkpoint_bytes, section.keep_last + (section.keep_best is not None))
+        plan.require_space(directory.path, trainer.checkpoint_bytes)
         status = LiveStatus()
         status.sources.append(trainer.status)
         files = {directory.metrics_file.name: JsonLines(directory), directory.status_file.name: status}
@@ -201,8 +201,6 @@ class _New:
     def __init__(self) -> None:
         self.state = LoopState(began=datetime.now().isoformat(timespec="seconds"))
         self._clock = Clock()
-
-    def check(self, plan: Plan) -> None: ...
 
     async def load(self, run: Run) -> dict[str, Any] | None:
         """Train on demonstrations, if configured; return the report, which is recorded from now on."""
@@ -290,9 +288,8 @@ def _open_checkpoint(path: Path, name: str | None) -> Iterator[_Resumed]:
     clock = Clock()
     with closing(RunDirectory.open(path)) as run:
         run.lock()
-        before = config_of(run)
-        recover_ledger(run, before.orchestration.ledger_directory)
-        ledger = run.ledger()
+        recover_ledger(run, config_of(run).orchestration.ledger_directory)
+        before, ledger = config_of(run), run.ledger()
         ledger.prove()
         checkpoint = find_checkpoint(run.path, name or "latest")
         state, warm_start = ledger.checkpoint(checkpoint.directory.name), None

@@ -172,3 +172,8 @@ def parse_checked_json(line: bytes) -> dict[str, Any] | None:
 def is_unfinished(line: bytes) -> bool:
     """Return whether the last line of a growing file is incomplete, without its checksum."""
     return _CHECKED.match(line) is None
+
+
+def shown_bytes(number: int) -> str:
+    """Return `1.6 GB`, or `4.8 MB`."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

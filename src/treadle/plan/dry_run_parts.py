@@ -18,10 +18,11 @@ from treadle.models.routing import Routers
 from treadle.models.support import context_of, why_not_packable
 from treadle.models.weights import trained
 from treadle.plan.config import RunConfig
-from treadle.plan.device import check_device, describe_device, settled, unused_gpus
+from treadle.plan.device import check_device, describe_device, unused_gpus
 from treadle.plan.dry_run import DryRun, Log
 from treadle.plan.inputs import Inputs
-from treadle.plan.memory import checkpoint_size, compare_disk, compare_memory, estimate_memory
+from treadle.plan.memory import checkpoint_size, compare_memory, estimate_memory
+from treadle.plan.plan import make
 from treadle.plan.start import START, FirstPrompt
 from treadle.plan.validation import check_context
 from treadle.rendering.chat import ChatRenderer
@@ -39,7 +40,8 @@ _LOOKED_AT = 1000  # tasks to search for the longest prompt
 
 def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Path, log: Log) -> None:
     """Try the parts after `try_settings`, with its inputs. runs: parent of the run's directory."""
-    config, attempt = settled(config), result.attempt
+    plan, attempt = make(config, inputs or Inputs([], [])), result.attempt
+    config = plan.config
     kl, distillation, ranks = config.algorithm.kl, config.algorithm.distillation, config.placement.learner.ranks
     other = None if kl is None else kl.model
     taught_by = None if distillation is None or distillation.is_served else distillation.teacher
@@ -64,7 +66,8 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
         prompt = _longest_prompt(config, inputs, renderer)
         result.memory = estimate_memory(config, model, reference, teacher, prompt)
         attempt("memory", partial(compare_memory, result.memory, ranks))
-        attempt("disk", partial(compare_disk, config, checkpoint_size(config, model, reference), runs))
+        folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
+        attempt("disk", partial(plan.require_space, folder, checkpoint_size(config, model, reference)))
 
 
 def _device(config: RunConfig) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from treadle.core.errors import ConfigError, RunError
+from treadle.core.errors import ConfigError
+from treadle.core.text import shown_bytes
 from treadle.models.states import StateMemory, state_memory
 from treadle.models.support import attending_layers, layer_kinds, why_not_packable
 from treadle.models.weights import published, rest_of, trained, unique_weights
@@ -49,33 +49,17 @@ def compare_memory(parts: Sequence[MemoryPart], ranks: int) -> str:
             continue
         needed = sum(part.bytes for part in there)
         available = gpu_memory(ranks) if on_gpu else machine_memory()
-        here = "" if available is None else f", of {_size(available)} here"
-        texts.append(f"about {_size(needed)} {'on the GPU ' if on_gpu else ''}at the peak{here}")
+        here = "" if available is None else f", of {shown_bytes(available)} here"
+        texts.append(f"about {shown_bytes(needed)} {'on the GPU ' if on_gpu else ''}at the peak{here}")
         if available is not None and needed > available:
             lacking = lacking or max(there, key=lambda part: part.bytes)
     text = "; ".join(texts)
     if lacking is not None:
         raise ConfigError(
-            f"{text}; most for {lacking.name} ({_size(lacking.bytes)}): take a smaller model, or lower "
+            f"{text}; most for {lacking.name} ({shown_bytes(lacking.bytes)}): take a smaller model, or lower "
             "training.max_tokens_per_microbatch or engine.batch; training.gradient_checkpointing=true needs less, too"
         )
     return text
-
-
-def compare_disk(config: RunConfig, checkpoint: int, runs: Path) -> str:
-    """Compare the size of the kept checkpoints with the free space. Raises RunError."""
-    section = config.orchestration
-    number = section.keep_last + (section.keep_best is not None) + 1
-    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
-    free, needed = shutil.disk_usage(folder).free, number * checkpoint
-    text = f"{number} checkpoints of {_size(checkpoint)} each, {_size(free)} free at {folder}"
-    if free < needed:
-        raise RunError(f"{text}; free some space, lower orchestration.keep_last or choose another --runs directory")
-    return text
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 _FLOAT32 = 4

@@ -6,10 +6,14 @@ RunConfig -> load_inputs -> Inputs -> make -> Plan -> Runtime, Trainer, Engine, 
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from treadle.core.errors import RunError
+from treadle.core.text import shown_bytes
 from treadle.engines.config import EngineConfig
 from treadle.loop.config import LoopPlan, RuntimePlan
 from treadle.loop.thread_count import available_cores, default_threads
@@ -52,6 +56,15 @@ class Plan:
         torch.use_deterministic_algorithms(self.config.device == "cpu")
         training = training.model_copy(update={"threads": number})
         return replace(self, config=self.config.model_copy(update={"training": training}))
+
+    def require_space(self, folder: Path, checkpoint_bytes: int) -> str:
+        """Return a line about the disk. Raises RunError if it lacks room for the kept checkpoints and one more."""
+        section = self.config.orchestration
+        number, free = section.keep_last + (section.keep_best is not None) + 1, shutil.disk_usage(folder).free
+        text = f"{number} checkpoints of {shown_bytes(checkpoint_bytes)} each, {shown_bytes(free)} free at {folder}"
+        if free < number * checkpoint_bytes:
+            raise RunError(f"{text}; free some space, lower orchestration.keep_last or choose another --runs directory")
+        return text
 
 
 def make(config: RunConfig, inputs: Inputs, before: RunConfig | None = None) -> Plan:

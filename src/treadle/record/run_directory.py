@@ -320,15 +320,6 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def require_space(self, checkpoint_bytes: int, keep: int) -> None:
-        """Raise RunError if the disk lacks room for `keep` checkpoints and one being written."""
-        free, needed = shutil.disk_usage(self.path).free, (keep + 1) * checkpoint_bytes
-        if free < needed:
-            raise RunError(
-                f"{free / 1e6:.0f} MB free at {str(self.path)!r}, {keep + 1} checkpoints need {needed / 1e6:.0f} MB; "
-                "free some space, lower orchestration.keep_last or choose another --runs directory"
-            )
-
     def log(self, row: Mapping[str, Any]) -> None:
         _append(self.metrics_file, row)
 
