@@ -150,7 +150,8 @@ def train(
     players = _players(config, player)
     train_tasks, held_out_tasks = (_tasks(given[split], split, config, players.environments) for split in SPLITS)
     check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
-    inputs = make_inputs(train_tasks, held_out_tasks, players, load_callbacks(config.callbacks, callbacks))
+    inputs = make_inputs(train_tasks, held_out_tasks, players)
+    inputs = replace(inputs, callbacks=load_callbacks(config.callbacks, callbacks))
 
     progress = progress or _progress(config)
     if not wait_passively():

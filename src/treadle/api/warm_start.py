@@ -168,13 +168,12 @@ async def run_warm_start(
         row = source.row(index)
         return demonstrated_calls(row.messages, renderer, row.tools)
 
-    def advance(step: int, loss: float) -> None:
-        progress.phase("warm start", step, section.steps, f"loss {loss:.3f}")
+    def advance(step: int, note: str = "") -> None:
+        progress.phase("warm start", step, section.steps, note)
         phase("warm start", step, section.steps)
 
-    progress.phase("warm start", 0, section.steps)
-    phase("warm start", 0, section.steps)
-    result = await warm_start(trainer, conversation, section, advance)
+    advance(0)
+    result = await warm_start(trainer, conversation, section, lambda step, loss: advance(step, f"loss {loss:.3f}"))
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})

@@ -6,14 +6,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.models.chat import load_chat
 from treadle.models.loading import load_frozen, load_teacher, make_model
-from treadle.models.model_files import base_directory, require_model, tokenizer_directory
+from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import context_of, why_not_packable
 from treadle.models.weights import trained
@@ -32,9 +31,6 @@ from treadle.training.config import WarmStartConfig
 from treadle.training.frozen import make_reference
 from treadle.training.make import reach_teacher
 
-if TYPE_CHECKING:
-    from treadle.training.teacher_server import TeacherServer
-
 _LOOKED_AT = 1000  # tasks to search for the longest prompt
 
 
@@ -51,12 +47,14 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
     model = attempt("model", partial(_model, config, renderer), partial(_describe_model, config))
     reference = teacher = None
     if other:
-        reference = attempt("reference", partial(_reference, config, model), partial(_describe_reference, other))
+        reference = attempt("reference", partial(_reference, config, model), lambda made: str(made.name_or_path))
     if taught_by:
-        teacher = attempt("teacher", partial(_teacher, config, model), partial(_describe_teacher, taught_by))
+        teacher = attempt(
+            "teacher", partial(_teacher, config, model), lambda made: f"{_size(made)} parameters; {made.name_or_path}"
+        )
     elif distillation is not None and distillation.is_served:
-        longest = config.rollout.longest_call
-        attempt("teacher", partial(reach_teacher, distillation, config.model, longest), _describe_server)
+        reach = partial(reach_teacher, distillation, config.model, config.rollout.longest_call)
+        attempt("teacher", reach, lambda server: f"{server.url}, up to {server.context} tokens")
     attempt("engine", partial(_engine, config, model, log))
     if inputs is not None and renderer is not None:
         for name, check in START.items():
@@ -111,11 +109,15 @@ def _describe_model(config: RunConfig, model: PreTrainedModel) -> str:
     where = "built from the seed" if config.model.build else str(base_directory(config.model))
     reason = why_not_packable(model.config)
     packing = f"; trained with packing 'step': {reason}" if reason else ""
-    size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    size = f"{_size(model)} parameters"
     if config.training.lora is not None:
         size += f", of which {sum(p.numel() for _, p in trained(model)):,} are trained"
     context = context_of(model.config.get_text_config())
     return f"{model.config.model_type}, {size}, context {context:,}; {where}{packing}"
+
+
+def _size(model: PreTrainedModel) -> str:
+    return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
 def _reference(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedModel:
@@ -127,24 +129,11 @@ def _reference(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedMo
     return reference
 
 
-def _describe_reference(path: str, reference: PreTrainedModel) -> str:
-    return str(require_model(path, "algorithm.kl.model"))
-
-
 def _teacher(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedModel:
     assert config.algorithm.distillation is not None and config.algorithm.distillation.teacher is not None
     if model is None:
         raise ConfigError("algorithm.distillation.teacher cannot be compared with the model, which is missing")
     return load_teacher(config.algorithm.distillation.teacher, config.model, model, weights=False)
-
-
-def _describe_teacher(path: str, teacher: PreTrainedModel) -> str:
-    directory = require_model(path, "algorithm.distillation.teacher")
-    return f"{sum(p.numel() for p in teacher.parameters()):,} parameters; {directory}"
-
-
-def _describe_server(server: TeacherServer) -> str:
-    return f"{server.url}, up to {server.context} tokens"
 
 
 def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> str:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from treadle.core.config_diff import changes
@@ -127,12 +126,7 @@ def configured_players(config: RunConfig, player: Player | None = None) -> Playe
     return Players.of({player.of_task: player.load()} if player.name else {}, make_models(config.models))
 
 
-def make_inputs(
-    train: Sequence[Task],
-    held_out: Sequence[Task],
-    named: Players = _NOBODY,
-    callbacks: Mapping[str, Callback] = MappingProxyType({}),
-) -> Inputs:
+def make_inputs(train: Sequence[Task], held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:
     """Return the inputs of tasks; players not in `named` are looked up in the registry.
 
     The one in `named`, if any, plays the tasks that name none. Raises DataError for no training tasks or a held-out
@@ -142,7 +136,7 @@ def make_inputs(
         raise DataError("there are no training tasks; give some (data.train, or tasks= in Python)")
     check_disjoint(train, held_out)
     train, held_out = _played(train, named, "train"), _played(held_out, named, "held_out")
-    return Inputs(train, held_out, load_players(train, held_out, loaded=named), dict(callbacks))
+    return Inputs(train, held_out, load_players(train, held_out, loaded=named))
 
 
 def make_held_out(held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:
