@@ -105,6 +105,21 @@ def test_components_are_given_their_settings_not_the_whole_configuration() -> No
     assert named == {"plan", "api", "cli"}
 
 
+FACES = {
+    *("record", "run_directory", "address", "selection", "trajectory_files", "recording", "describe", "group_search"),
+    "checkpoint_retention",
+}
+
+
+@pytest.mark.parametrize("room", ["cli", "report", "view"])
+def test_who_shows_a_run_reads_it_by_its_record(room: str) -> None:
+    """Not by the ledger's tables, or the files of tokens; the state of the loop is what an update is counted from."""
+    names = {name for path in sources() if path.parent.name == room for name in imported(path.read_text(), "treadle")}
+    inside = {name.split(".")[2] for name in names if name.startswith("treadle.record.")}
+    assert inside <= (FACES | {"ledger_reader"} if room == "report" else FACES)
+    assert {name for name in names if ".ledger_reader." in name} <= {"treadle.record.ledger_reader.LoopState"}
+
+
 def test_the_light_layers_load_nothing_heavy() -> None:
     """In a fresh process: the public names and every module from core to rollout."""
     modules = [module_name(path) for path in sources() if module_name(path).split(".")[1] in LIGHT]

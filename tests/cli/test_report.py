@@ -182,7 +182,7 @@ def test_without_a_tokenizer_all_else_is_counted(broken: Path, tmp_path: Path) -
 
 def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
     found = facts(broken)
-    monkeypatch.setattr("treadle.report.report._ROWS", 3)
+    monkeypatch.setattr("treadle.record.rollout_store._BATCH", 3)
     assert facts(broken) == found
 
 
@@ -258,7 +258,7 @@ def test_what_was_dropped_before_training_is_not_computed_in_training(finished: 
     change_ledger(
         run,
         "INSERT INTO steps SELECT trajectory_id, 1, 'dropped', 'stale', prompt_tokens, completion_tokens, stop_reason, "
-        "reward, 0 FROM steps WHERE trajectory_id = 'g000005.2'",
+        "reward FROM steps WHERE trajectory_id = 'g000005.2'",
     )
     found = facts(run)
     assert found["packing"] == facts(finished)["packing"]

@@ -15,7 +15,8 @@ from treadle import train as from_python
 from treadle.core.errors import Cause, ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Step, Task, Trajectory
-from treadle.record.recorded import LoggedConversation, RecordedTrajectory, read_run
+from treadle.record.record import Record
+from treadle.record.recorded import LoggedConversation, RecordedTrajectory
 from treadle.record.rollout_store import step_row
 from treadle.record.selection import Selection
 from treadle.record.trajectory_files import read_files
@@ -111,9 +112,9 @@ def learned(finished: Trained, out: Path, *words: object) -> dict[str, object]:
 def test_a_runs_best_attempts_are_learned(finished: Trained, tmp_path: Path) -> None:
     """By its latest checkpoint, or by another model; their steps, and nothing of held-out tasks."""
     run, select = finished.path, "reward >= 1, best_of=1"
-    training = [t for t in read_run(run) if t.split == "train"]
+    training = [t for t in Record.open(run).trajectories() if t.split == "train"]
     best = Selection.parse(select).choose(training)
-    assert 0 < len(best) < len(training) < len(list(read_run(run)))
+    assert 0 < len(best) < len(training) < len(list(Record.open(run).trajectories()))
     record = learned(finished, tmp_path / "a", "--from", run, "--select", select)
     assert record["trajectories"] == len(best)
     assert record["tokens"] == sum(len(step.completion_ids) for t in best for step in t.trajectory.steps)
@@ -152,7 +153,7 @@ def test_a_file_gives_the_trajectories_of_its_run(tmp_path: Path, broken: Path) 
     for form in ("jsonl", "parquet"):
         done = treadle("export-traces", broken, tmp_path / f"a.{form}", "--format", form)
         assert done.status == 0, done.err
-        both = zip(read_run(broken), read_files(tmp_path / f"a.{form}"), strict=True)
+        both = zip(Record.open(broken).trajectories(), read_files(tmp_path / f"a.{form}"), strict=True)
         for one, other in both:
             assert isinstance(other, RecordedTrajectory)
             assert (other.task, other.group_id, other.split) == (one.task, one.group_id, one.split)
@@ -192,7 +193,7 @@ def test_atif_is_written_and_read(broken: Path, tmp_path: Path) -> None:
     """Its agent steps have the ids; read again, they are text. Harbor's own has the reward in the trial's result."""
     done = treadle("export-traces", broken, tmp_path / "traces", "--format", "atif")
     assert done.status == 0, done.err
-    [first, *_] = read_run(broken)
+    [first, *_] = Record.open(broken).trajectories()
     document = json.loads((tmp_path / "traces" / f"{first.trajectory.trajectory_id}.json").read_text())
     agents = [step for step in document["steps"] if step.get("metrics")]
     for step, recorded in zip(agents, first.trajectory.steps, strict=True):

@@ -20,7 +20,7 @@ from tests.until import wait_until
 from tests.worlds import END, chatml, tiny
 from treadle.cli.main import main
 from treadle.plan.inputs import load_inputs
-from treadle.record.rollout_store import load_run_tokenizer, load_traces
+from treadle.record.record import Record
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callback import Callback
 
@@ -38,7 +38,7 @@ def test_json_is_what_the_shard_holds(finished: Trained) -> None:
     assert [token["mask"] for token in tokens] == row["mask"]
     assert [token["logprob"] for token in tokens] == pytest.approx(row["logprobs"], abs=1e-6)
     assert only["prompt_tokens"] == only["new_prompt_tokens"] == len(row["prompt_ids"])
-    tokenizer = load_run_tokenizer(finished.path)
+    tokenizer = Record.open(finished.path).tokenizer()
     assert only["new_prompt_text"] == tokenizer.decode(row["prompt_ids"], skip_special_tokens=False)
     assert found["status"] == "done" and found["reward"] == row["reward"]
     assert all(token["advantage"] == found["advantage"] for token in tokens)
@@ -64,7 +64,7 @@ def test_traced_tokens_show_what_the_learner_computed(tmp_path: Path) -> None:
     start(tmp_path / "run", "orchestration.traced_groups=1", "orchestration.updates=2")
     found = json.loads(treadle("show", tmp_path / "run", "g000000.0", "--json").out)
     printed = treadle("show", tmp_path / "run", "g000000.0").out
-    traces = load_traces(tmp_path / "run", "g000000.0")
+    traces = Record.open(tmp_path / "run").traces("g000000.0", 0)
     assert [step["update"] for step in found["steps"]] == [1, 1] == [trace.update for trace in traces]
     for step, trace in zip(found["steps"], traces, strict=True):
         tokens = step["tokens"]

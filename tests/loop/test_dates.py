@@ -17,7 +17,7 @@ from treadle.api.warm_start import learn_recorded
 from treadle.cli.serve import model_to_serve
 from treadle.models.chat import load_chat
 from treadle.plan.other_models import make_models
-from treadle.record.recorded import read_run
+from treadle.record.record import Record
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.other_models import OtherModelConfig, open_models
 
@@ -66,7 +66,11 @@ def test_an_evaluation(run: Path, template: Path, tmp_path: Path, way: str) -> N
         subject = find_subject(f"{run}@1" if way == "the run" else str(run / "checkpoints/step-000001"))
     evaluate_model(subject, held_out_inputs(subject), Quiet(), tmp_path / "dump")
     decode = load_chat(subject.model_config, None)[1].decode
-    prompts = [decode(step.prompt_ids) for played in read_run(tmp_path / "dump") for step in played.trajectory.steps]
+    prompts = [
+        decode(step.prompt_ids)
+        for played in Record.open(tmp_path / "dump").trajectories()
+        for step in played.trajectory.steps
+    ]
     assert prompts and {year(prompt) for prompt in prompts} == {"1999"}
 
 

@@ -26,7 +26,8 @@ from treadle.core.types import SamplingParams
 from treadle.plan.config import RunConfig
 from treadle.plan.inputs import IN_MEMORY
 from treadle.record.ledger_reader import OPEN_SHARD
-from treadle.record.recorded import RecordedTrajectory, read_run
+from treadle.record.record import Record
+from treadle.record.recorded import RecordedTrajectory
 from treadle.record.recording import Recorder, Recording
 from treadle.record.rollout_store import step_row
 from treadle.record.run_directory import RunDirectory
@@ -54,7 +55,7 @@ def shards(path: Path) -> set[str]:
 
 def messages(path: Path) -> list[list[str]]:
     """Contents of the messages of each call that has some, in order of trajectories."""
-    chats = [step.chat for t in read_run(path) for step in t.trajectory.steps if step.chat]
+    chats = [step.chat for t in Record.open(path).trajectories() for step in t.trajectory.steps if step.chat]
     return [[message["content"] for message in (*chat.messages, chat.reply)] for chat in chats]
 
 
@@ -77,7 +78,7 @@ class Clients:
         return await self.post("chat/completions", base=base, messages=messages, return_token_ids=True, **more)
 
     def trajectories(self) -> list[RecordedTrajectory]:
-        return list(read_run(self.path))
+        return list(Record.open(self.path).trajectories())
 
 
 @asynccontextmanager
@@ -224,7 +225,7 @@ def described(path: Path) -> list[Any]:
     """Everything of all trajectories of a run, bits included."""
     return [
         (t.trajectory.trajectory_id, t.task_id, t.attempt, t.reward, [str(step_row(s)) for s in t.trajectory.steps])
-        for t in read_run(path)
+        for t in Record.open(path).trajectories()
     ]
 
 
@@ -235,7 +236,7 @@ async def test_exports_have_what_clients_sent_and_are_read_alike(tmp_path: Path)
         await c.say("hi", base=base, tools=[TOOL])
         await c.post("reward", base=base, reward=2)
         await c.say("hi")
-    [t, _] = read_run(path)
+    [t, _] = Record.open(path).trajectories()
     for name in ("b.jsonl", "b.parquet"):
         done = treadle("export-traces", path, tmp_path / name, "--format", name[2:], "--select", "reward >= 2")
         assert done.out == f"1 trajectories: {tmp_path / name}\n", done.err
@@ -282,7 +283,7 @@ def test_only_a_recorded_run_with_the_same_vocabulary_is_recorded_into(tmp_path:
     tokenizer = tmp_path / "a" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|im_end|>", "<|im_END|>"))
     with pytest.raises(DamageError, match=r"tokenizer\.json"):
-        list(read_run(tmp_path / "a"))
+        list(Record.open(tmp_path / "a").trajectories())
 
 
 async def test_what_was_recorded_is_shown_as_a_run_is(tmp_path: Path) -> None:

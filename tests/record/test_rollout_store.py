@@ -34,9 +34,8 @@ from treadle.core.types import (
 from treadle.plan.inputs import load_inputs
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import OPEN_SHARD
+from treadle.record.record import Record
 from treadle.record.rollout_store import (
-    load_traces,
-    load_trajectory,
     open_steps,
     packed_step,
     read_steps,
@@ -211,13 +210,14 @@ def test_what_is_traced_changes_no_bit_of_the_run(tmp_path: Path) -> None:
         (tmp_path / "none" / "traces").iterdir()
     )
     [row] = query(tmp_path / "all", "SELECT trajectory_id FROM trajectories WHERE advantage NOT NULL LIMIT 1")
-    ledger_row, steps = load_trajectory(tmp_path / "all", row["trajectory_id"])
-    found = load_traces(tmp_path / "all", row["trajectory_id"])
+    record = Record.open(tmp_path / "all")
+    ledger_row, steps = record.trajectory(row["trajectory_id"])
+    found = record.traces(row["trajectory_id"], ledger_row["trained_version"])
     assert [trace.step for trace in found] == list(range(len(steps)))
     for trace, step in zip(found, steps, strict=True):
         np.testing.assert_allclose(trace.logprobs, step.logprobs, atol=1e-4)  # of the engine, with the same weights
         np.testing.assert_allclose(trace.advantage, ledger_row["advantage"], rtol=1e-6)
-    assert load_traces(tmp_path / "none", row["trajectory_id"]) == []
+    assert Record.open(tmp_path / "none").traces(row["trajectory_id"], ledger_row["trained_version"]) == []
     table = pandas.read_parquet(tmp_path / "all" / "traces")
     assert table["update"].tolist() == sorted(table["update"]) and set(table["update"]) == {1, 2, 3, 4}
     assert table.clipped[0].dtype == np.bool_ and len(table.ratio[0]) == len(table.entropy[0])
@@ -239,8 +239,9 @@ def test_a_run_that_goes_back_forgets_the_traces_of_what_it_undoes(tmp_path: Pat
 def test_a_damaged_file_is_refused_and_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     start(run, TRACED, "orchestration.updates=1")
-    assert load_traces(run, "g000000.0")
+    record = Record.open(run)
+    assert record.traces("g000000.0", 0)
     file = run / "traces" / "v000000.parquet"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DamageError, match=r"v000000\.parquet"):
-        load_traces(run, "g000000.0")
+        record.traces("g000000.0", 0)

@@ -14,7 +14,8 @@ from treadle.models.model_files import check_model_files, located, require_model
 from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
 from treadle.plan.inputs import IN_MEMORY
 from treadle.record.address import began_of, find_address
-from treadle.record.recorded import LoggedConversation, RecordedTrajectory, read_run
+from treadle.record.record import Record
+from treadle.record.recorded import LoggedConversation, RecordedTrajectory
 from treadle.record.selection import Selection
 from treadle.record.trajectory_files import read_files
 from treadle.training.config import WarmStartConfig
@@ -79,7 +80,7 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
 def read_source(source: str | Path) -> Iterator[RecordedTrajectory | LoggedConversation]:
     """Read the trajectories of a run, of a file or of all files in a directory. Raises RunError, DataError."""
     address = find_address(source)
-    return read_files(Path(source)) if address is None else read_run(address.run)
+    return read_files(Path(source)) if address is None else Record.open(address.run).trajectories()
 
 
 def _config(start: str, overrides: Sequence[str]) -> RunConfig:

@@ -160,8 +160,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def run_export_traces(options: argparse.Namespace) -> int:
-    from treadle.record.recorded import read_run  # pyarrow
-    from treadle.record.rollout_store import load_run_texts
+    from treadle.record.record import Record  # pyarrow
     from treadle.record.selection import Selection
     from treadle.record.trajectory_files import FORMATS, write_trajectories
 
@@ -171,8 +170,9 @@ def run_export_traces(options: argparse.Namespace) -> int:
         raise ConfigError(f"{str(out)!r} does not end in {ending}; rename it, or choose another --format")
     if out.exists():
         raise ConfigError(f"{str(out)!r} exists already; choose another name")
-    trajectories, texts = read_run(run), load_run_texts(run)
+    record = Record.open(run)
+    trajectories = record.trajectories()
     chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all, including failed ones
-    count = write_trajectories(out, options.format, chosen, texts, str(run.resolve()))
+    count = write_trajectories(out, options.format, chosen, record.texts(), str(run.resolve()))
     Console().line(f"{count:,} trajectories: {out}")
     return 0

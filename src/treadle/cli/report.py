@@ -17,7 +17,6 @@ from treadle.core.config_diff import leaves
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.plan.config import config_of
 from treadle.plan.inputs import is_of_python
-from treadle.record.ledger_reader import no_checkpoint
 from treadle.record.run_directory import RunDirectory
 from treadle.report.metrics import shown, shown_passes
 from treadle.report.progress import update_line
@@ -31,9 +30,9 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 
 def run_report(options: argparse.Namespace) -> int:
-    directory, console = RunDirectory.open(options.run_directory), Console()
-    ledger = directory.ledger()
+    console = Console()
     if options.failures:
+        ledger = RunDirectory.open(options.run_directory).ledger()
         ledger.prove()
         rows = ledger.failures()
         if options.json:
@@ -46,10 +45,13 @@ def run_report(options: argparse.Namespace) -> int:
         if not rows:
             console.line("no attempt failed")
         return 0
-    from treadle.report.report import report_of  # pyarrow
+    from treadle.record.record import Record  # pyarrow
+    from treadle.report.report import report_of
 
     bar: dict[str, Any] = {"console": Console(stderr=True).rich, "transient": True, "disable": not sys.stderr.isatty()}
-    facts = report_of(directory, lambda rows: rich.progress.track(rows, "reading rollouts", **bar))
+    facts = report_of(
+        Record.open(options.run_directory), lambda rows: rich.progress.track(rows, "reading rollouts", **bar)
+    )
     console.json(facts) if options.json else _print(console, facts)
     return 0
 
@@ -90,7 +92,9 @@ def _print(console: Console, facts: Facts) -> None:
     if not is_run:
         return
     checkpoints = ", ".join(f"{name} (latest)" if name == latest else name for name in facts["checkpoints"])
-    console.line(f"checkpoints: {checkpoints}" if checkpoints else f"the run {no_checkpoint(Path(facts['run']))}")
+    console.line(
+        f"checkpoints: {checkpoints}" if checkpoints else f"the run {RunDirectory(Path(facts['run'])).no_checkpoint}"
+    )
 
 
 def _print_figures(console: Console, table: Table, rows: Sequence[Facts], key: str, names: Sequence[str]) -> None:
@@ -266,7 +270,6 @@ def read_run(path: Path) -> RunMetrics:
 
     Raises RunError if there is no run, or nothing to plot yet; DamageError if none of its metrics can be read.
     """
-    from treadle.record.run_directory import RunDirectory
     from treadle.report.curve import RunMetrics
 
     directory = RunDirectory.open(path)

@@ -32,9 +32,8 @@ _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version
 
 def run_show(options: argparse.Namespace) -> int:
     console, run_path = Console(), options.run_directory
-    ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
-        rows, names = ledger.newest(_NEWEST), ("trajectory", "task", "status")
+        rows, names = RunDirectory.open(run_path).ledger().newest(_NEWEST), ("trajectory", "task", "status")
         table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
         for row in rows:
             texts = (row["trajectory_id"], row["task_id"], row["status"])
@@ -46,11 +45,11 @@ def run_show(options: argparse.Namespace) -> int:
         else:
             console.table(table) if rows else console.line("no trajectories yet")
         return 0
-    from treadle.record.rollout_store import load_run_texts, load_traces, load_trajectory
+    from treadle.record.record import Record
 
-    row, steps = load_trajectory(run_path, options.trajectory)
-    traces = load_traces(run_path, options.trajectory)
-    trajectory = as_json(row, steps, load_run_texts(run_path), traces)
+    record = Record.open(run_path)
+    row, steps = record.trajectory(options.trajectory)
+    trajectory = as_json(row, steps, record.texts(), record.traces(options.trajectory, row["trained_version"]))
     console.json(trajectory) if options.json else _print_trajectory(console, trajectory)
     return 0
 
@@ -135,11 +134,11 @@ def ending(row: dict[str, Any]) -> str:
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
     from treadle.record.describe import step_relations
-    from treadle.record.rollout_store import load_run_tokenizer, load_trajectory
-    from treadle.rendering.texts import TokenTexts
+    from treadle.record.record import Record
 
-    row, steps = load_trajectory(run, trajectory_id)
-    texts = TokenTexts(load_run_tokenizer(run))
+    record = Record.open(run)
+    row, steps = record.trajectory(trajectory_id)
+    texts = record.texts()
     decode = texts.decode
     parts: list[Part] = []
     for step, relation in zip(steps, step_relations(steps, texts), strict=True):
@@ -232,8 +231,6 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
 
 
 def run_top(options: argparse.Namespace) -> int:
-    from treadle.record.run_directory import RunDirectory
-
     directory, console, usage = RunDirectory.open(options.run_directory), Console(), _Usage()
     try:
         _view(directory, usage)

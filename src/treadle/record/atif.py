@@ -23,6 +23,7 @@ from treadle.core.errors import DataError
 from treadle.core.outcomes import was_played
 from treadle.core.text import read_json
 from treadle.core.types import Message, Step
+from treadle.record.describe import describe
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged
 from treadle.rendering.texts import TokenTexts, messages_of
 
@@ -93,14 +94,17 @@ def _time(step: Step) -> dict[str, str]:
     return {} if step.started is None else {"timestamp": datetime.fromtimestamp(step.started, UTC).isoformat()}
 
 
+_EXTRA = ("mask", "policy_versions")
+_IDS = {"prompt_ids": "prompt_token_ids", "completion_ids": "completion_token_ids", "logprobs": "logprobs"}
+
+
 def _metrics(step: Step) -> dict[str, Any]:
+    facts = describe(step)
     return {
         "prompt_tokens": len(step.prompt_ids),
         "completion_tokens": len(step.completion_ids),
-        "prompt_token_ids": step.prompt_ids.tolist(),
-        "completion_token_ids": step.completion_ids.tolist(),
-        "logprobs": step.logprobs.tolist(),
-        "extra": {"mask": step.mask.tolist(), "policy_versions": step.policy_versions.tolist()},
+        **{theirs: facts[ours].tolist() for ours, theirs in _IDS.items()},
+        "extra": {name: facts[name].tolist() for name in _EXTRA},
     }
 
 

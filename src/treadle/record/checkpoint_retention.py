@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from treadle.core.errors import RemovedError, RunError
 from treadle.core.files import Manifest
-from treadle.record.ledger_reader import LedgerReader, manifest_name, no_checkpoint
+from treadle.record.ledger_reader import LedgerReader, manifest_name
 from treadle.record.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
     """Return the name of the checkpoint, and of the others on disk. Raises RunError."""
     latest = ledger.latest_checkpoint()
     if latest is None:
-        raise RunError(f"run {str(run.path)!r} {no_checkpoint(run.path)}")
+        raise RunError(f"run {str(run.path)!r} {run.no_checkpoint}")
     name, state = latest
     on_disk = sorted(each for each in ledger.checkpoint_names() if (run.checkpoints / each).is_dir())
     if which == "best":

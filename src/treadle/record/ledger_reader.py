@@ -16,6 +16,7 @@ from treadle.core.files import MANIFEST, WrittenFile, sha256_of
 SCHEMA_VERSION = 4
 """`schema_version` in config.yaml, `user_version` of the ledger."""
 
+LEDGER = "ledger.sqlite"
 OPEN_SHARD = "open"
 """Name in place of a shard, for trajectories with their steps still in the ledger."""
 
@@ -45,15 +46,6 @@ def salvage(run: Path) -> str:
     return (
         f"restore it from a copy, or start a new run from a checkpoint: model.path={checkpoints[-1]} model.build=null"
     )
-
-
-def no_checkpoint(run: Path) -> str:
-    """Return why a run has no recorded checkpoint, and the remedy, for an error message."""
-    if any((run / "checkpoints").glob("step-*")):
-        return f"has no recorded checkpoint, only directories; {salvage(run)}"
-    if (run / "recording.txt").is_file():
-        return "has recorded trajectories, but no checkpoint; name another run, a recipe or a model directory"
-    return "has no checkpoint yet: --resume starts it over"
 
 
 def trace_file(version: int) -> str:

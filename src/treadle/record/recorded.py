@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from treadle.core.rewards import NUMBER, is_reward
 from treadle.core.text import json_problem, read_json
 from treadle.core.trainer import Conversation
 from treadle.core.types import Failure, Message, Status, Step, Task, Trajectory
-from treadle.record.rollout_store import load_run_tokenizer, read_shard
-from treadle.record.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.training.demonstrations import checked_demonstration, demonstrated_calls
@@ -32,8 +29,6 @@ from treadle.training.demonstrations import checked_demonstration, demonstrated_
 _BESIDE = ("weight", "annotations")  # fields of OpenAI's messages that no template writes
 AS_TEXT = "text"
 """Vocabulary of trajectories without ids, with calls as text (`Step.chat`)."""
-
-_SHARDS = 8  # number kept in memory while trajectories are read in order of groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,26 +217,6 @@ def check_vocabulary(
                 f"{trajectory.source}: {trajectory.trajectory.trajectory_id} was recorded with another vocabulary than "
                 f"that of {tokenizer}, where its ids mean other text; start from a model with the same tokenizer"
             )
-
-
-def read_run(path: Path) -> Iterator[RecordedTrajectory]:
-    """Read the trajectories of a run, training first, in the order of its groups.
-
-    Resampled ones appear once. Raises RunError, DamageError for damaged tokens.
-    """
-    run = RunDirectory.open(path)
-    ledger = run.ledger()
-    ledger.prove()
-    vocabulary = AS_TEXT if run.is_text else vocabulary_sha256(load_run_tokenizer(path))
-    rows = ledger.sampled_once()
-    # Includes any that the run has recorded since.
-    shards = ledger.shards()
-    read = lru_cache(_SHARDS)(lambda name: read_shard(run.rollouts, shards[name]))
-    for row in rows:
-        task = Task(**json.loads(row["task"]))
-        steps = read(row["shard"]).get(row["trajectory_id"], [])
-        trajectory = trajectory_on_record(row, task.task_id, steps)
-        yield RecordedTrajectory(str(path), row["split"], row["group_id"], task, trajectory, vocabulary)
 
 
 def trajectory_on_record(row: Mapping[str, Any], task_id: str, steps: Sequence[Step]) -> Trajectory:

@@ -20,8 +20,9 @@ from treadle.core.config import Config
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import DropReason, Group, ModelCall, Status, Step, Task, Trajectory
 from treadle.record.ledger import Ledger
+from treadle.record.record import Record
 from treadle.record.recorded import vocabulary_sha256
-from treadle.record.rollout_store import load_run_tokenizer, open_steps, packed_step, write_table
+from treadle.record.rollout_store import open_steps, packed_step, write_table
 from treadle.record.run_directory import RunDirectory
 from treadle.rollout.gateway.request import ApiError, CompletionRequest
 from treadle.rollout.session import Reply
@@ -62,7 +63,7 @@ class Recording:
         run = RunDirectory(path)
         if run.recording_file.is_file():
             run.lock()
-            if run.is_text or vocabulary_sha256(load_run_tokenizer(path)) != vocabulary_sha256(tokenizer):
+            if run.is_text or vocabulary_sha256(Record(path).tokenizer()) != vocabulary_sha256(tokenizer):
                 run.close()
                 raise ConfigError(f"--record {path}: was recorded with another vocabulary; name another directory")
         else:

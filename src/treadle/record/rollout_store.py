@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Tokenizer
 
 from treadle.core.engine import Completion, VersionSpan
-from treadle.core.errors import DataError, RunError
+from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
+from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason
-from treadle.models.config import ModelConfig
-from treadle.models.model_files import tokenizer_directory
-from treadle.packing.breaks import Decode
-from treadle.record.checkpoint_retention import read_checkpoint
+from treadle.packing.compactions import RecordedCall
+from treadle.packing.flat import PackedCall
 from treadle.record.describe import describe
-from treadle.record.ledger_reader import OPEN_SHARD, LedgerReader, trace_file
-from treadle.record.run_directory import RunDirectory
-from treadle.rendering.texts import MessageTexts, TokenTexts
+from treadle.record.ledger_reader import LEDGER, OPEN_SHARD, LedgerReader, trace_file
 
+_BATCH = 512  # steps read at a time
 _STEP = {  # columns that are attributes of the step
     "prompt_ids": pa.list_(pa.int32()),
     "completion_ids": pa.list_(pa.int32()),
@@ -159,7 +156,7 @@ def remove_other_shards(directory: Path, keep: Container[str]) -> None:
 def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
     """Open a shard's content for pyarrow. Raises DamageError if it is missing or damaged."""
     if shard.name == OPEN_SHARD:
-        return pa.BufferReader(_as_parquet(open_steps(RunDirectory(directory.parent).ledger())))
+        return pa.BufferReader(_as_parquet(open_steps(LedgerReader(directory.parent / LEDGER))))
     return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
 
 
@@ -182,6 +179,23 @@ def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]
     columns = ["trajectory_id", "step", "started", "waited", "seconds"]
     rows: list[dict[str, Any]] = pq.read_table(open_shard(directory, shard), columns=columns).to_pylist()
     return rows
+
+
+def read_calls(directory: Path, shard: WrittenFile) -> dict[str, list[RecordedCall]]:
+    """Return the ids of all calls of a shard, except calls of text alone, by trajectory_id. Raises as `open_shard`."""
+    columns = ["trajectory_id", "step", "break_cause", "summary", "dropped"]
+    trajectories: dict[str, list[RecordedCall]] = {}
+    with pq.ParquetFile(open_shard(directory, shard)) as file:
+        for batch in file.iter_batches(_BATCH, columns=[*columns, "prompt_ids", "completion_ids"]):
+            rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+            tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
+            for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
+                if not len(prompt):
+                    continue  # a text-only call
+                call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
+                known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
+                trajectories.setdefault(trajectory, []).append(RecordedCall(number, call, known, summary, played))
+    return trajectories
 
 
 def token_arrays(column: pa.ListArray) -> list[Any]:
@@ -277,50 +291,3 @@ def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = 
         arrays = {name: np.array(row[name], dtype) for name, dtype in _OF_TOKENS.items() if row[name] is not None}
         traces.append(StepTrace(**{**row, **arrays}))
     return traces
-
-
-def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
-    """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not recorded."""
-    ledger = RunDirectory(run).ledger()
-    row = ledger.trajectory(trajectory_id)
-    if row is None:
-        examples = ", ".join(newest["trajectory_id"] for newest in ledger.newest(3)) or "none yet"
-        raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {examples} (treadle show {run})")
-    return row, read_steps(run / "rollouts", ledger.shard(row["shard"]), trajectory_id)
-
-
-def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
-    """Return the traces of a trajectory, in order; [] if it is not traced, or not trained yet. Raises DamageError."""
-    ledger = RunDirectory(run).ledger()
-    row = ledger.trajectory(trajectory_id)
-    file = ledger.traces_of(row["trained_version"]) if row else None
-    return [] if file is None else read_traces(run / "traces", file, trajectory_id)
-
-
-def load_run_tokenizer(run: Path) -> Tokenizer:
-    """Return the tokenizer of the run's latest checkpoint, or its own, or the configured one. Raises TreadleError."""
-    directory = RunDirectory.open(run)
-    latest = directory.ledger().latest_checkpoint()
-    if directory.tokenizer_file.is_file():
-        source, sha256 = run, directory.ledger().file_sha256(directory.tokenizer_file.name)
-        content = read_proven(directory.tokenizer_file, sha256 or "", "restore it from a copy")
-    elif latest is not None and (directory.checkpoints / latest[0]).is_dir():
-        checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
-        source = checkpoint.directory
-    else:
-        source = tokenizer_directory(ModelConfig.model_validate(directory.config_data()["model"]))
-        content = (source / "tokenizer.json").read_bytes()
-    try:
-        return Tokenizer.from_buffer(content)
-    except Exception as error:
-        # The library raises no narrower class.
-        raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
-
-
-def load_run_texts(run: Path) -> TokenTexts:
-    """Return the texts of a run's tokens, or of its messages if it is text. Raises TreadleError."""
-    return MessageTexts() if RunDirectory.open(run).is_text else TokenTexts(load_run_tokenizer(run))
-
-
-def decoder(tokenizer: Tokenizer) -> Decode:
-    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))

@@ -29,7 +29,7 @@ from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.text import checked_json, is_unfinished, parse_checked_json
 from treadle.record.ledger import Ledger
-from treadle.record.ledger_reader import SCHEMA_VERSION, LedgerReader, no_checkpoint, salvage
+from treadle.record.ledger_reader import LEDGER, SCHEMA_VERSION, LedgerReader, salvage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -100,7 +100,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.yaml"
-        self.ledger_file = path / "ledger.sqlite"
+        self.ledger_file = path / LEDGER
         self.rollouts = path / "rollouts"
         self.traces = path / "traces"
         self.checkpoints = path / "checkpoints"
@@ -311,6 +311,15 @@ class RunDirectory:
         return "stopped"
 
     @property
+    def no_checkpoint(self) -> str:
+        """Why the run has no recorded checkpoint, and the remedy, for an error message."""
+        if self._steps():
+            return f"has no recorded checkpoint, only directories; {salvage(self.path)}"
+        if self.recording_file.is_file():
+            return "has recorded trajectories, but no checkpoint; name another run, a recipe or a model directory"
+        return "has no checkpoint yet: --resume starts it over"
+
+    @property
     def resume_command(self) -> str:
         """`treadle train runs/demo --resume`, quoted for a shell."""
         return shlex.join(["treadle", "train", str(self.path), "--resume"])
@@ -380,7 +389,7 @@ def find_run(runs: Path, recipe: str) -> Path:
     except RunError as error:
         raise type(error)(f"{error}; another run is chosen with --name") from error
     if not ready:
-        others = "".join(f"; {str(run.path)!r} {no_checkpoint(run.path)}" for run in candidates)
+        others = "".join(f"; {str(run.path)!r} {run.no_checkpoint}" for run in candidates)
         none = f"no unfinished run of {recipe!r} under {str(runs)!r} to resume"
         raise RunError(f"{none}{others or '; start one without --resume'}")
     return max(ready, key=lambda run: run.config_file.stat().st_mtime).path

@@ -7,38 +7,29 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from treadle.core.errors import DamageError, TreadleError
-from treadle.core.files import WrittenFile
-from treadle.core.outcomes import NOT_PLAYED
-from treadle.core.types import BreakCause, role_of
+from treadle.core.types import role_of
 from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.compactions import CompactionPrice, RecordedCall
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
-from treadle.record.ledger_reader import LedgerReader
-from treadle.record.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
-from treadle.record.run_directory import RunDirectory
+from treadle.record.record import Record
+from treadle.rendering.texts import TokenTexts
 from treadle.report.stalls import stalls
 
-_ROWS = 512  # steps read at a time
 _EXAMPLES = 3  # per cause of breaks
 Track = Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]]
 
 
-def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
+def report_of(record: Record, track: Track = iter) -> dict[str, Any]:
     """Return all data of the report. track: shows the progress of reading. Raises TreadleError."""
-    ledger = run.ledger()
+    run, ledger = record.directory, record.ledger
     ledger.prove()
     config, log, latest = run.config_data(), run.metrics_log(), ledger.latest_checkpoint()
     try:
-        decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
+        decode, no_tokenizer = TokenTexts(record.tokenizer()).decode, None
     except TreadleError as error:
         decode, no_tokenizer = None, str(error)
     updates, state = [row for row in log.rows if row["kind"] == "update"], run.state()
@@ -59,7 +50,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
         "blocked": ledger.blocked(),
         "warnings": ledger.warnings(),
         "stalls": stalls(log.rows),
-        **count_tokens(run.rollouts, ledger, decode, no_tokenizer, track),
+        **count_tokens(record, decode, no_tokenizer, track),
         "metrics_problem": log.problem(saved),
         "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
         "table_by": config["data"]["table_by"],
@@ -145,7 +136,7 @@ class RelationCount:
 
 
 def count_tokens(
-    rollouts: Path, ledger: LedgerReader, decode: Decode | None, no_tokenizer: str | None, track: Track = iter
+    record: Record, decode: Decode | None, no_tokenizer: str | None, track: Track = iter
 ) -> dict[str, Any]:
     """Return the facts that require reading every token, group by group.
 
@@ -153,10 +144,10 @@ def count_tokens(
     `by_version` has the first two for the groups trained by each policy version. decode: None if there is no tokenizer,
     for the reason `no_tokenizer`.
     """
-    rows = ledger.trained_steps()
+    rows = record.ledger.trained_steps()
     packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
     extra_tokens, prices = Counter[int | None](), defaultdict[str, CompactionPrice](CompactionPrice)
-    shards, has_ids = _Shards(rollouts, ledger.shards(), rows), not rows
+    shards, has_ids = _Shards(record, rows), not rows
     for _group, members in itertools.groupby(track(rows), lambda row: row["group_id"]):
         ends = defaultdict[str, list[PackedCall]](list)  # by role
         for row in members:
@@ -193,8 +184,8 @@ class _Shards:
     its last use. missing, damaged: names of missing and damaged shards.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, WrittenFile], rows: Sequence[dict[str, Any]]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(self, record: Record, rows: Sequence[dict[str, Any]]) -> None:
+        self._record = record
         self._untaken = Counter(row["shard"] for row in rows)
         self._read: dict[str, dict[str, list[RecordedCall]]] = {}
         self.missing: list[str] = []
@@ -204,28 +195,12 @@ class _Shards:
         """Return a trajectory's calls in order; empty if its shard is unreadable."""
         if shard not in self._read:
             try:
-                self._read[shard] = _calls(open_shard(self._folder, self._files[shard]))
+                self._read[shard] = self._record.calls(shard)
             except DamageError:
                 self._read[shard] = {}
-                (self.damaged if (self._folder / shard).is_file() else self.missing).append(shard)
+                (self.damaged if (self._record.directory.rollouts / shard).is_file() else self.missing).append(shard)
         self._untaken[shard] -= 1
         steps = self._read[shard].pop(trajectory, [])
         if not self._untaken[shard]:
             del self._read[shard]
         return steps
-
-
-def _calls(shard: pa.BufferReader) -> dict[str, list[RecordedCall]]:
-    columns = ["trajectory_id", "step", "break_cause", "summary", "dropped"]
-    trajectories: dict[str, list[RecordedCall]] = defaultdict(list)
-    with pq.ParquetFile(shard) as file:
-        for batch in file.iter_batches(_ROWS, columns=[*columns, "prompt_ids", "completion_ids"]):
-            rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
-            tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
-            for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
-                if not len(prompt):
-                    continue  # a text-only call
-                call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
-                known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
-                trajectories[trajectory].append(RecordedCall(number, call, known, summary, played))
-    return trajectories

@@ -15,9 +15,8 @@ from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
 from treadle.plan.config import config_of
 from treadle.record.group_search import LARGEST
-from treadle.record.ledger_reader import LedgerReader, salvage
-from treadle.record.rollout_store import load_run_tokenizer
-from treadle.record.run_directory import JsonLog, RunDirectory
+from treadle.record.record import Record
+from treadle.record.run_directory import JsonLog
 from treadle.rendering.texts import TokenTexts
 from treadle.report.stalls import stalls
 from treadle.report.status import RunStatus, duration
@@ -30,13 +29,12 @@ _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
 
 
-class RecordedRun:
-    """A run directory, opened read-only. key: its name in links."""
+class RecordedRun(Record):
+    """A run that may be unreadable, incomplete or growing. key: its name in links."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
-        self.directory = RunDirectory(path)
-        self.ledger = LedgerReader(self.directory.ledger_file)
+        super().__init__(path)
+        self.key = key
         self._kept: dict[str, tuple[object, Any]] = {}
 
     def signature(self) -> str:
@@ -102,7 +100,7 @@ class RecordedRun:
     def rows(self, kind: str) -> list[Json]:
         return [row for row in self.metrics().rows if row["kind"] == kind]
 
-    def texts(self) -> tuple[TokenTexts, str | None]:
+    def shown_texts(self) -> tuple[TokenTexts, str | None]:
         """Return the texts of tokens, and why there is no tokenizer, so that ids are shown."""
         try:
             latest = next(reversed(self.ledger.checkpoint_names()), None)
@@ -111,7 +109,7 @@ class RecordedRun:
 
         def read() -> tuple[TokenTexts, str | None]:
             try:
-                return TokenTexts(load_run_tokenizer(self.path)), None
+                return TokenTexts(self.tokenizer()), None
             except (TreadleError, OSError) as error:
                 return TokenTexts(None), f"tokens are shown by their ids, there is no tokenizer: {error}"
 
@@ -169,13 +167,11 @@ class RecordedRun:
         return None
 
     def _ledger_problem(self) -> str | None:
-        if not self.ledger.path.is_file():
-            if any(self.directory.checkpoints.glob("step-*")):
-                return f"the run has no ledger any more; {salvage(self.path)}"
+        if not self.ledger.path.is_file() and not self.directory.has_checkpoint:
             live = self.state() == "in progress"
             return None if live else "nothing was recorded before the run was stopped: the run has no ledger"
         try:
-            self.ledger.checkpoint_names()
+            self.directory.ledger().checkpoint_names()
         except RunError as error:
             return str(error)
         return None

@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from treadle.core.config import as_override, describe
 from treadle.core.errors import RunError, TreadleError
-from treadle.core.files import WrittenFile
 from treadle.record.checkpoint_retention import checkpoint_update
-from treadle.record.rollout_store import read_call_times
 from treadle.record.run_directory import JsonLog
 from treadle.report.metrics import DECLARED
 from treadle.report.report import count_tokens
@@ -108,8 +106,8 @@ def view_breaks(run: Run) -> Json:
     """
 
     def count() -> Json:
-        texts, problem = run.texts()
-        counts = count_tokens(run.directory.rollouts, run.ledger, None if problem else texts.decode, problem)
+        texts, problem = run.shown_texts()
+        counts = count_tokens(run, None if problem else texts.decode, problem)
         updates = [{"update": run.update_of(row["version"]), **row} for row in counts.pop("by_version")]
         return {**counts, "updates": [row for row in updates if row["update"] is not None]}
 
@@ -127,8 +125,7 @@ def calls_of_update(run: Run, update: Number) -> Json:
     rewards = {row["trajectory_id"]: row["reward"] for row in rows}
     for shard in dict.fromkeys(row["shard"] for row in rows):
         try:
-            times = read_call_times(run.directory.rollouts, run.ledger.shard(shard))
-            calls += [call for call in times if call["trajectory_id"] in rewards]
+            calls += [call for call in run.call_times(shard) if call["trajectory_id"] in rewards]
         except TreadleError as error:
             problems.append(str(error))
     timed = sorted((call for call in calls if call["started"] is not None), key=lambda call: call["started"])
@@ -199,15 +196,15 @@ def _train_calls(run: RecordedRun) -> tuple[tuple[Floats, ...], list[str]]:
     for shard in run.ledger.training_shards():
         try:
             file = run.ledger.shard(shard)
-            times.append(run.kept(f"calls {shard}", file, partial(_shard_times, run.directory.rollouts, file)))
+            times.append(run.kept(f"calls {shard}", file, partial(_shard_times, run, shard)))
         except TreadleError as error:
             problems.append(str(error))
     return tuple(np.concatenate(column) for column in zip(*times, strict=True)), problems
 
 
-def _shard_times(directory: Path, shard: WrittenFile) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+def _shard_times(run: RecordedRun, shard: str) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Return when each call began, was sampled and ended, and each attempt's first start and last end."""
-    timed = [call for call in read_call_times(directory, shard) if call["started"] is not None]
+    timed = [call for call in run.call_times(shard) if call["started"] is not None]
     began, waited, seconds = (
         np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")
     )

@@ -17,7 +17,6 @@ from treadle.core.types import Ids, Step, StepState, common_prefix, role_of
 from treadle.packing.flat import PackedCall
 from treadle.record.describe import shown_steps, step_relations
 from treadle.record.group_search import Split
-from treadle.record.rollout_store import read_shard, read_steps, read_traces
 from treadle.rendering.texts import MessageTexts, Span, TokenTexts, extended_spans, message_spans
 from treadle.report.report import PackingCount
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
@@ -49,7 +48,7 @@ def view_trajectory(run: Run, trajectory_id: Key) -> Json:
         **{"steps": [], "columns": [], "segments": [], "texts": {}, "special": [], "cost": None, "compactions": []},
     }
     try:
-        rows, steps = run.ledger.steps(trajectory_id), _steps_of(run, row)
+        rows, steps = run.ledger.steps(trajectory_id), run.steps(row["shard"], trajectory_id)
         if len(steps) != len(rows):
             raise DamageError(
                 f"the ledger has {len(rows)} steps of {trajectory_id}, its shard {row['shard']} {len(steps)}"
@@ -66,17 +65,13 @@ def _row(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
     return rows[0]
 
 
-def _steps_of(run: RecordedRun, row: Mapping[str, Any]) -> list[Step]:
-    return read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), row["trajectory_id"])
-
-
 def _calls(steps: Sequence[Step], texts: TokenTexts, trajectory: int = 0) -> list[PackedCall]:
     return [PackedCall(*texts.call(step), first=0, trajectory=trajectory) for step in steps]
 
 
 def _texts(run: RecordedRun, steps: Iterable[Step]) -> tuple[TokenTexts, str | None]:
     """Return texts for some steps' tokens or messages, and the reason if ids are shown."""
-    return (MessageTexts(), None) if any(step.is_text for step in steps) else run.texts()
+    return (MessageTexts(), None) if any(step.is_text for step in steps) else run.shown_texts()
 
 
 def _tokens(
@@ -129,11 +124,9 @@ def _call(call: Json) -> Json:
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[list[StepTrace], str | None]:
     """Return the traces of a trajectory in order of updates, and why they are unreadable, if so."""
     try:
-        file = run.ledger.traces_of(version)
-        traces = [] if file is None else read_traces(run.directory.traces, file, trajectory_id)
+        return run.traces(trajectory_id, version), None
     except TreadleError as error:
         return [], str(error)
-    return sorted(traces, key=lambda trace: trace.update), None
 
 
 def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[int]]:
@@ -215,7 +208,7 @@ def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list
     whole: dict[str, Ids] = {}
     for attempt in attempts:
         try:
-            played.append(_steps_of(run, _row(run, "trajectories", "trajectory_id", attempt.trajectory_id)))
+            played.append(run.trajectory(attempt.trajectory_id)[1])
         except TreadleError as error:
             problems += [str(error)] if str(error) not in problems else []
             played.append([])
@@ -246,12 +239,12 @@ def search_update(run: Run, update: Number, text: Annotated[str, Query(min_lengt
     found: trajectory, step, the match and the text around it. is_complete: False if there are more matches.
     """
     rows = run.ledger.trained_by(run.versions_of(update), f"e{update:06d}")
-    texts, problem = run.texts()
+    texts, problem = run.shown_texts()
     places: list[Json] = []
     result: Json = {"found": places, "searched": 0, "is_complete": True, "problems": [problem] if problem else []}
     for shard, members in itertools.groupby(rows, lambda row: row["shard"]):
         try:
-            steps = read_shard(run.directory.rollouts, run.ledger.shard(shard))
+            steps = run.shard(shard)
         except TreadleError as error:
             result["problems"].append(str(error))
             steps = {}
@@ -279,7 +272,7 @@ def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts
 
 def experts_of(run: Run, trajectory_id: Key, step: Number, token: Number) -> Json:
     """Return the experts chosen for one sampled token, by layer: [M][k]. Raises RunError if none are recorded."""
-    steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", trajectory_id))
+    steps = run.trajectory(trajectory_id)[1]
     routing = steps[step].routing if step < len(steps) else None
     if routing is None or token >= len(routing):
         raise RunError(f"no experts are recorded for token {token} of step {step} of {trajectory_id!r}")
