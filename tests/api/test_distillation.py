@@ -1,4 +1,4 @@
-"""A run that is taught by another model, whose directory it names."""
+"""A run that is taught by another model, that it names."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from treadle.core.errors import ConfigError
 
 
 def test_a_teacher_that_is_none_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.distillation\.teacher: no config\.json in"):
-        start(tmp_path / "run", f"algorithm.distillation.teacher={tmp_path}")
+    with pytest.raises(ConfigError, match=r"models\.big\.path: no config\.json in"):
+        start(tmp_path / "run", f"models.big.path={tmp_path}", "algorithm.distillation.teacher=big")
     assert not (tmp_path / "run").exists()
 
 

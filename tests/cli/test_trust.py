@@ -87,8 +87,8 @@ WAYS = {
     "serve": ["serve", "BAIT"],
     "tokenizer": ["train", "RECIPE", "model.tokenizer=BAIT"],
     "sft tokenizer": ["sft", "RECIPE", "--out", "OUT", "model.tokenizer=BAIT"],
-    "reference": ["train", "RECIPE", "warm_start=null", "algorithm.kl.model=BAIT", "algorithm.kl.coef=0.1"],
-    "teacher": ["train", "RECIPE", "warm_start=null", "algorithm.distillation.teacher=BAIT"],
+    "reference": ["train", "RECIPE", "warm_start=null", "models.b.path=BAIT", "algorithm.kl={coef: 0.1, model: b}"],
+    "teacher": ["train", "RECIPE", "warm_start=null", "models.b.path=BAIT", "algorithm.distillation.teacher=b"],
 }
 
 

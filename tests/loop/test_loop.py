@@ -572,17 +572,17 @@ def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: P
 
 
 def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
-    """Named by its directory, here a checkpoint; what is wrong with it is told before there is a run."""
-    path, kl = reference[0] / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"
-    start(tmp_path / "run", kl, f"algorithm.kl.model={path}", "seed=3", "orchestration.updates=1")
+    """One of `models`, here a checkpoint; what is wrong with it is told before there is a run."""
+    path, kl = reference[0] / "checkpoints" / "step-000004", "algorithm.kl={coef: 0.1, model: first}"
+    start(tmp_path / "run", kl, f"models.first.path={path}", "seed=3", "orchestration.updates=1")
     assert updates(tmp_path / "run")[0]["kl"] > 1e-6  # from itself it would be 0
     kept = tmp_path / "run" / "checkpoints" / "step-000001" / "reference.safetensors"
     assert kept.read_bytes()[-4096:] == (path / "model.safetensors").read_bytes()[-4096:]
-    with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: no config\.json"):
-        start(tmp_path / "not", kl, f"algorithm.kl.model={tmp_path}")
+    with pytest.raises(ConfigError, match=r"models\.first\.path: no config\.json"):
+        start(tmp_path / "not", kl, f"models.first.path={tmp_path}")
     with pytest.raises(ConfigError, match=r"reset_every is 2, but algorithm\.kl\.model has other weights"):
         deeper = ("algorithm.kl.reset_every=2", "model.build.num_hidden_layers=2")
-        start(tmp_path / "not", kl, f"algorithm.kl.model={path}", *deeper)
+        start(tmp_path / "not", kl, f"models.first.path={path}", *deeper)
     assert not (tmp_path / "not").exists()
 
 

@@ -89,6 +89,33 @@ def test_a_server_may_move_and_its_model_may_not_change() -> None:
         check_models(tiny("models.critic.path=/no/such/directory"))
 
 
+REFERENCE, TEACHER = "algorithm.kl={coef: 0.1, model: big}", "algorithm.distillation.teacher=big"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            [REFERENCE],
+            r"models has none of that name; .* models\.reference\.path=big and .*model=reference",
+        ),
+        ([TEACHER, "models.bigger.path=a"], r"there are bigger; .* models\.teacher\.path=big and .*teacher=teacher"),
+        ([TEACHER, "models.big.policy=true"], r"models\.big is the policy in another role; leave .*teacher out"),
+        ([REFERENCE, "models.big={url: 'http://a', model: m}"], r"models\.big is behind a url, .*; give a path"),
+        ([TEACHER, "models.big={path: a, adapter: b}"], r"models\.big has an adapter; export it with --merge"),
+        ([TEACHER, "models.big={path: a, options: {top_k: 3}}"], r"models\.big\.options are for models that reply"),
+    ],
+)
+def test_what_cannot_score_is_no_reference_and_no_teacher(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(*settings)
+
+
+def test_what_scores_is_not_called() -> None:
+    config = tiny(TEACHER, "models.big.path=a", "models.user.path=b")
+    assert config.teacher is config.models["big"] and [*config.called_models] == ["user"]
+
+
 @pytest.mark.slow
 def test_a_model_of_this_process_repeats_bit_for_bit_also_after_a_resume(tmp_path: Path) -> None:
     start(tmp_path / "first", "orchestration.updates=2", "data.held_out=null")

@@ -97,12 +97,12 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "experts": (["training.routing_replay=true"], {"model": "has no experts to replay"}),
     "context": (["model.build.max_position_embeddings=8"], {"model": "exceeds the model's context of 8"}),
     "reference": (
-        ["algorithm.kl={coef: 0.1, model: /nowhere}"],
-        {"reference": "algorithm.kl.model: no directory '/nowhere'"},
+        ["algorithm.kl={coef: 0.1, model: first}", "models.first.path=/nowhere"],
+        {"reference": "models.first.path: no directory '/nowhere'"},
     ),
     "teacher": (
-        ["algorithm.distillation.teacher=/nowhere"],
-        {"teacher": "algorithm.distillation.teacher: no directory '/nowhere'"},
+        ["algorithm.distillation.teacher=big", "models.big.path=/nowhere"],
+        {"teacher": "models.big.path: no directory '/nowhere'"},
     ),
     "interpreter": (
         ["engine.kind=vllm", "engine.options.python=/nowhere"],
@@ -210,7 +210,7 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_what_a_learner_has(k
 
 
 def test_a_teacher_is_counted_by_its_weights() -> None:
-    config, teacher = tiny("algorithm.distillation.teacher=T"), tiny_model("qwen3")
+    config, teacher = tiny("algorithm.distillation.teacher=T", "models.T.path=T"), tiny_model("qwen3")
     model = make_model(config.model, 726, 0, weights=False)
     with_teacher, without = (
         {part.name: part.bytes for part in estimate_memory(config, model, None, each)} for each in (teacher, None)

@@ -279,7 +279,7 @@ def test_a_prompt_that_no_template_wrote_cannot_be_read_back() -> None:
     ("fields", "reason"),
     [
         ({}, "neither teacher nor context"),
-        ({"teacher": "T", "weights": "ema"}, "weights is 'ema', but the teacher is a directory"),
+        ({"teacher": "T", "weights": "ema"}, "weights is 'ema', but the teacher is another model"),
         ({"context": "m:f", "ema_decay": 0.5}, r"ema_decay is 0\.5, but weights is 'current'"),
         ({"teacher": "T", "top_k": 9}, "top_k is 9, but form 'advantage' compares sampled tokens"),
         ({"teacher": "T", "coef": 0}, "coef is 0, so that the teacher would teach nothing"),

@@ -149,15 +149,11 @@ class KlConfig(Config):
     target: float | None = Field(None, gt=0, description="mean KL per token to steer the coefficient towards")
     horizon: float = Field(10000.0, gt=0, description="approximate number of trajectories for steering")
     model: str | None = Field(
-        None, description="directory of the reference model; default: the trained model before RL"
+        None, description="name of the reference model in `models`; default: the trained model before RL"
     )
     reset_every: int | None = Field(
         None, ge=1, description="updates between copies of the policy to the reference; null: never"
     )
-
-
-def is_url(teacher: str | None) -> bool:
-    return teacher is not None and teacher.startswith(("http://", "https://"))
 
 
 class DistillationConfig(Config):
@@ -165,8 +161,8 @@ class DistillationConfig(Config):
 
     teacher: str | None = Field(
         None,
-        description="directory of the teacher, or URL of a vLLM server; with the model's token ids; null: the "
-        "policy itself, with a context",
+        description="name of the teacher in `models`, a directory or a vLLM server, with the model's token ids; null: "
+        "the policy itself, with a context",
     )
     context: str | None = Field(
         None, description="module:function that builds the teacher's prompts; null: the policy's own prompt"
@@ -190,11 +186,6 @@ class DistillationConfig(Config):
     def coefs(self) -> tuple[float, float]:
         """Return the weight at the first update and after the last one."""
         return self.coef if isinstance(self.coef, tuple) else (self.coef, self.coef)
-
-    @property
-    def is_served(self) -> bool:
-        """Return whether the teacher is behind a URL."""
-        return is_url(self.teacher)
 
     @property
     def by_top_k(self) -> bool:

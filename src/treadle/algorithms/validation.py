@@ -85,12 +85,12 @@ def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str
     if section.teacher is None and section.context is None:
         yield (
             "distillation has neither teacher nor context, and the policy learns nothing from itself alone; "
-            "name a directory as teacher, or a function as context"
+            "name another model as teacher, or a function as context"
         )
     if not any(section.coefs):
         yield "distillation.coef is 0, so that the teacher would teach nothing; raise it, or leave distillation out"
     if section.teacher is not None and section.weights != "current":
-        yield f"distillation.weights is {section.weights!r}, but the teacher is a directory; leave one of them out"
+        yield f"distillation.weights is {section.weights!r}, but the teacher is another model; leave one of them out"
     if section.weights != "ema" and section.ema_decay != type(section).model_fields["ema_decay"].default:
         yield f"distillation.ema_decay is {section.ema_decay:g}, but weights is {section.weights!r}; leave it out"
     if section.top_k != type(section).model_fields["top_k"].default and not section.by_top_k:

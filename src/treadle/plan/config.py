@@ -34,6 +34,26 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig
 
 
+def _check_scoring(setting: str, name: str, models: Mapping[str, OtherModelConfig]) -> None:
+    """Raise ValueError if a setting names a model that cannot score the policy's tokens."""
+    if name not in models:
+        short = setting.rpartition(".")[2].replace("model", "reference")
+        there = f"; there are {', '.join(models)}" if models else ""
+        raise ValueError(
+            f"{setting} is {name!r}, and models has none of that name{there}; for a directory write "
+            f"models.{short}.path={name} and {setting}={short}"
+        )
+    model, where = models[name], f"{setting} is {name!r}, and models.{name}"
+    if model.policy:
+        raise ValueError(f"{where} is the policy in another role; leave {setting} out for the policy itself")
+    if model.url is not None and setting == "algorithm.kl.model":
+        raise ValueError(f"{where} is behind a url, and a reference is computed by the learner; give a path")
+    if model.adapter is not None:
+        raise ValueError(f"{where} has an adapter; export it with --merge, and give the path of that")
+    if model.options:
+        raise ValueError(f"{where}.options are for models that reply, and this one only scores; leave them out")
+
+
 class RunConfig(Config):
     """The configuration of a run."""
 
@@ -62,7 +82,8 @@ class RunConfig(Config):
     model: ModelConfig = Field(description="the trained model")
     models: dict[str, OtherModelConfig] = Field(
         default_factory=dict,
-        description="other models, called by environments and agents by name (docs/other-models.md)",
+        description="other models, by name: environments, agents and judges call them, reference and teacher score "
+        "(docs/other-models.md)",
     )
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
@@ -94,6 +115,8 @@ class RunConfig(Config):
                 raise ValueError(
                     f"models: {name!r} is not a valid name for a model beside the policy; use letters, digits, . _ -"
                 )
+        for setting, model in self.scoring.items():
+            _check_scoring(setting, model, self.models)
         if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
             raise ValueError(
                 "algorithm.advantage 'maxrl' needs rewards >= 0, and rewards.length_penalty takes some away; "
@@ -170,6 +193,31 @@ class RunConfig(Config):
         return Player(kind, getattr(self, kind), options.get(kind, {}))
 
     @property
+    def scoring(self) -> dict[str, str]:
+        """Return the names of models that score the policy's tokens, by the setting that names them."""
+        kl, distillation = self.algorithm.kl, self.algorithm.distillation
+        named = {
+            "algorithm.kl.model": None if kl is None else kl.model,
+            "algorithm.distillation.teacher": None if distillation is None else distillation.teacher,
+        }
+        return {setting: name for setting, name in named.items() if name is not None}
+
+    @property
+    def reference(self) -> OtherModelConfig | None:
+        """Return the model that `algorithm.kl.model` names."""
+        return self.models.get(self.scoring.get("algorithm.kl.model", ""))
+
+    @property
+    def teacher(self) -> OtherModelConfig | None:
+        """Return the model that `algorithm.distillation.teacher` names."""
+        return self.models.get(self.scoring.get("algorithm.distillation.teacher", ""))
+
+    @property
+    def called_models(self) -> dict[str, OtherModelConfig]:
+        """Return the other models that environments, agents and judges may call."""
+        return {name: model for name, model in self.models.items() if name not in self.scoring.values()}
+
+    @property
     def trainer(self) -> TrainerSpec:
         return TrainerSpec(
             self.model,
@@ -183,6 +231,8 @@ class RunConfig(Config):
             self.orchestration.traced_groups,
             self.rollout.longest_call,
             "cpu" if self.device == "auto" else self.device,
+            reference=None if self.reference is None else self.reference.path,
+            teacher=self.teacher,
         )
 
     @property

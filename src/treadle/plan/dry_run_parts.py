@@ -38,22 +38,21 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
     """Try the parts after `try_settings`, with its inputs. runs: parent of the run's directory."""
     plan, attempt = make(config, inputs or Inputs([], [])), result.attempt
     config = plan.config
-    kl, distillation, ranks = config.algorithm.kl, config.algorithm.distillation, config.placement.learner.ranks
-    other = None if kl is None else kl.model
-    taught_by = None if distillation is None or distillation.is_served else distillation.teacher
+    distillation, ranks = config.algorithm.distillation, config.placement.learner.ranks
+    other, taught_by = config.trainer.reference, None if config.teacher is None else config.teacher.path
     attempt("device", partial(_device, config))
     chat = attempt("tokenizer", partial(load_chat, config.model, None), partial(_describe_chat, config))
     result.renderer = renderer = None if chat is None else chat[1]
     model = attempt("model", partial(_model, config, renderer), partial(_describe_model, config))
     reference = teacher = None
     if other:
-        reference = attempt("reference", partial(_reference, config, model), lambda made: str(made.name_or_path))
+        reference = attempt("reference", partial(_reference, config, other, model), lambda made: str(made.name_or_path))
     if taught_by:
-        teacher = attempt(
-            "teacher", partial(_teacher, config, model), lambda made: f"{_size(made)} parameters; {made.name_or_path}"
-        )
-    elif distillation is not None and distillation.is_served:
-        reach = partial(reach_teacher, distillation, config.model, config.rollout.longest_call)
+        load = partial(_teacher, config, taught_by, model)
+        teacher = attempt("teacher", load, lambda made: f"{_size(made)} parameters; {made.name_or_path}")
+    elif config.teacher is not None and distillation is not None:
+        longest = config.rollout.longest_call
+        reach = partial(reach_teacher, config.teacher, distillation, config.model, longest)
         attempt("teacher", reach, lambda server: f"{server.url}, up to {server.context} tokens")
     attempt("engine", partial(_engine, config, model, log))
     if inputs is not None and renderer is not None:
@@ -120,20 +119,18 @@ def _size(model: PreTrainedModel) -> str:
     return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
-def _reference(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedModel:
-    assert config.algorithm.kl is not None and config.algorithm.kl.model is not None
+def _reference(config: RunConfig, path: str, model: PreTrainedModel | None) -> PreTrainedModel:
     if model is None:
         raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
-    reference = load_frozen(config.algorithm.kl.model, "algorithm.kl.model", model, weights=False)
+    reference = load_frozen(path, "algorithm.kl.model", model, weights=False)
     make_reference(config.algorithm.kl, model, reference)  # checks it
     return reference
 
 
-def _teacher(config: RunConfig, model: PreTrainedModel | None) -> PreTrainedModel:
-    assert config.algorithm.distillation is not None and config.algorithm.distillation.teacher is not None
+def _teacher(config: RunConfig, path: str, model: PreTrainedModel | None) -> PreTrainedModel:
     if model is None:
         raise ConfigError("algorithm.distillation.teacher cannot be compared with the model, which is missing")
-    return load_teacher(config.algorithm.distillation.teacher, config.model, model, weights=False)
+    return load_teacher(path, config.model, model, weights=False)
 
 
 def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> str:

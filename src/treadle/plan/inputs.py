@@ -123,7 +123,7 @@ def configured_players(config: RunConfig, player: Player | None = None) -> Playe
     player: instead of the recipe's.
     """
     player = player or config.player
-    return Players.of({player.of_task: player.load()} if player.name else {}, make_models(config.models))
+    return Players.of({player.of_task: player.load()} if player.name else {}, make_models(config.called_models))
 
 
 def make_inputs(train: Sequence[Task], held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:

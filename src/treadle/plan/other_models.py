@@ -51,6 +51,8 @@ def check_models(config: RunConfig) -> None:
                     "environment reward both (Finish.rewards)"
                 )
         elif model.path is not None:
+            if name not in config.called_models:
+                continue
             require_model(model.path, f"models.{name}.path")
             if config.placement.rollout.workers:
                 raise ConfigError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
-from treadle.algorithms.config import is_url
 from treadle.core.config import as_override
 from treadle.core.config_diff import Change
 from treadle.core.errors import ConfigError
@@ -36,16 +35,15 @@ def check_config(config: RunConfig) -> None:
 def checks(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of named files, models and programs, each with the part of the run that it is about."""
     model, warm_start = config.model, config.warm_start
-    kl, distillation = config.algorithm.kl, config.algorithm.distillation
     yield "engine", partial(check_engine_config, config.engine, config.training.routing_replay)
     if model.build is None:
         yield "model", partial(base_directory, model)
     yield "tokenizer", partial(tokenizer_directory, model)
     yield "tokenizer", partial(require_template, model.chat_template, "model.chat_template")
-    if kl is not None and kl.model is not None:
-        yield "reference", partial(require_model, kl.model, "algorithm.kl.model")
-    if distillation is not None and distillation.teacher is not None and not distillation.is_served:
-        yield "teacher", partial(require_model, distillation.teacher, "algorithm.distillation.teacher")
+    for setting, name in config.scoring.items():
+        if (path := config.models[name].path) is not None:
+            part = "teacher" if setting.endswith("teacher") else "reference"
+            yield part, partial(require_model, path, f"models.{name}.path")
     if isinstance(context := (model.build or {}).get("max_position_embeddings"), int):
         yield "model", partial(check_context, config, context)
     if warm_start is not None and warm_start.demonstrations != RANDOM_CALLS:
@@ -71,10 +69,10 @@ def check_settings(config: RunConfig) -> None:
     section = config.algorithm.distillation
     if section is not None and section.context is not None:
         load_context(section.context)
-    if section is not None and section.is_served and config.rollout.temperature != 1:
+    if config.teacher is not None and config.teacher.url is not None and config.rollout.temperature != 1:
         raise ConfigError(
             f"rollout.temperature is {config.rollout.temperature:g}, but a vLLM server scores prompts only at 1; set "
-            "it to 1, or give algorithm.distillation.teacher as a directory"
+            "it to 1, or give the teacher as a path"
         )
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
@@ -186,8 +184,6 @@ def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
     updates_done: number of updates in the checkpoint; 0 if unknown so far.
     """
     for path, old, new in changed:
-        if path == "algorithm.distillation.teacher" and is_url(old) and is_url(new):
-            continue  # a server may move
         if not _may_change(path):
             reason = _REASONS.get(path.partition(".")[0], "sampling depends on it")
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,9 @@ from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.packing.layout import Packing, Sharing
+
+if TYPE_CHECKING:
+    from treadle.rollout.other_models import OtherModelConfig
 
 
 class OptimizerConfig(Config):
@@ -136,6 +139,7 @@ class TrainerSpec:
     traced_groups: share of groups with traces in results. longest_call: maximum length of prompt and completion, in
     tokens.
     device: device of each rank, by torch's name. began: date of the run, for templates that write dates.
+    reference: directory of `algorithm.kl.model`. teacher: model that `algorithm.distillation.teacher` names.
     """
 
     model: ModelConfig
@@ -150,6 +154,8 @@ class TrainerSpec:
     longest_call: int
     device: str = "cpu"
     began: datetime | None = None
+    reference: str | None = None
+    teacher: OtherModelConfig | None = None
 
 
 def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:

@@ -152,13 +152,13 @@ def make_teacher(
     server: TeacherServer | None = None,
     prompts: TeacherPrompts | None = None,
 ) -> Teacher | None:
-    """Return the teacher of `algorithm.distillation`; None without one. given, server: the configured one, if any."""
+    """Return the teacher of `algorithm.distillation`; None without one. given, server: the model that it names."""
     if config is None:
         return None
-    if config.is_served:
+    if config.teacher is not None and given is None:
         return Teacher(server=server, prompts=prompts)
     decay = config.ema_decay if config.weights == "ema" else None
-    current = config.teacher is None and config.weights == "current"
+    current = given is None and config.weights == "current"
     return Teacher(Frozen(policy, given, current=current, ema_decay=decay), prompts=prompts)
 
 

@@ -25,6 +25,7 @@ from treadle.training.teacher_prompts import TeacherPrompts
 from treadle.training.trainer import EmbeddedSource
 
 if TYPE_CHECKING:
+    from treadle.rollout.other_models import OtherModelConfig
     from treadle.training.teacher_server import TeacherServer
 
 
@@ -38,13 +39,13 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     read = _read_sharded(spec.model, ranks) if ranks is not None and spec.placement.loading == "sharded" else None
     half = spec.training.precision == "bfloat16_pure"
     model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
-    reference = None if kl is None or kl.model is None else load_frozen(kl.model, "algorithm.kl.model", model, first)
+    reference = None if spec.reference is None else load_frozen(spec.reference, "algorithm.kl.model", model, first)
     distillation = spec.algorithm.distillation
     teacher = prompts = server = None
-    if distillation is not None and distillation.is_served:
-        server = reach_teacher(distillation, spec.model, spec.longest_call) if first else None
-    elif distillation is not None and distillation.teacher is not None:
-        teacher = load_teacher(distillation.teacher, spec.model, model, first)
+    if distillation is not None and spec.teacher is not None and spec.teacher.url is not None:
+        server = reach_teacher(spec.teacher, distillation, spec.model, spec.longest_call) if first else None
+    elif spec.teacher is not None and spec.teacher.path is not None:
+        teacher = load_teacher(spec.teacher.path, spec.model, model, first)
     if distillation is not None and distillation.context is not None:
         limit = context_of((teacher or model).config)
         limit = limit if server is None else server.context
@@ -67,12 +68,16 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     )
 
 
-def reach_teacher(section: DistillationConfig, policy: ModelConfig, longest_call: int) -> TeacherServer:
+def reach_teacher(
+    config: OtherModelConfig, section: DistillationConfig, policy: ModelConfig, longest_call: int
+) -> TeacherServer:
     """Return the teacher behind a URL, checked. longest_call: maximum length of its calls. Raises ConfigError."""
     from treadle.training.teacher_server import TeacherServer  # httpx
 
-    assert section.teacher is not None
-    server = TeacherServer(section.teacher)
+    assert config.url is not None
+    server = TeacherServer(
+        config.url, model=config.model, api_key_env=config.api_key_env, concurrency=config.concurrency
+    )
     longest, k = 0 if section.context else longest_call, section.top_k if section.by_top_k else 0
     server.check(load_tokenizer(tokenizer_directory(policy)), longest, k)
     return server

@@ -22,7 +22,7 @@ from treadle.rollout.isolation.event_loop import paused_event_loop
 T = TypeVar("T")
 
 _SETTING = "algorithm.distillation.teacher"
-_AT_A_TIME, _TIMEOUT, _PATIENCE = 64, 300.0, 600.0  # calls, and seconds: a restarted server may take long to load
+_TIMEOUT, _PATIENCE = 300.0, 600.0  # seconds: a restarted server may take long to load
 _AT_START = 10.0  # limit of its first answer, in seconds
 _DECODED = 1024  # ids compared at a time
 _IDS = np.dtype(">i4")  # so that bytes sort as ids do
@@ -42,11 +42,16 @@ class ServedScores(NamedTuple):
 class TeacherServer:
     """A vLLM server. context: maximum number of tokens it can score, set by `check`.
 
+    model: its name there; None: the server's only one. api_key_env: environment variable with the key.
     A failing call is retried for ten minutes.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, *, model: str | None = None, api_key_env: str | None = None, concurrency: int = 64
+    ) -> None:
         self.url, self.context = url, 0
+        self._named: dict[str, Any] = {} if model is None else {"model": model}
+        self._key_env, self._concurrency = api_key_env, concurrency
 
     def check(self, tokenizer: PreTrainedTokenizerBase, longest: int, k: int) -> None:
         """Raise ConfigError if it does not score, if an id decodes to another text, or if its context is too short.
@@ -79,12 +84,13 @@ class TeacherServer:
 
     async def _check(self, tokenizer: PreTrainedTokenizerBase, k: int) -> None:
         tokenize, detokenize = (self._endpoint(path, _AT_START) for path in ("tokenize", "detokenize"))
-        self.context = int((await tokenize.post({"prompt": "a"}))["max_model_len"]) - 1  # it samples one token, too
+        answer = await tokenize.post({**self._named, "prompt": "a"})
+        self.context = int(answer["max_model_len"]) - 1  # it samples one token, too
         ids = sorted(tokenizer.get_vocab().values())
-        await self._endpoint("v1/completions", _AT_START).post(_request(ids[:2], k))
+        await self._endpoint("v1/completions", _AT_START).post(self._request(ids[:2], k))
 
         async def differs(part: list[int]) -> bool:
-            return bool((await detokenize.post({"tokens": part}))["prompt"] != tokenizer.decode(part))
+            return bool((await detokenize.post({**self._named, "tokens": part}))["prompt"] != tokenizer.decode(part))
 
         parts = [ids[start : start + _DECODED] for start in range(0, len(ids), _DECODED)]
         for part, different in zip(parts, await asyncio.gather(*map(differs, parts)), strict=True):
@@ -113,7 +119,7 @@ class TeacherServer:
             # More if some are not the policy's ids.
             for count in (k, 2 * k + 8):
                 try:
-                    entries = (await endpoint.post(_request(ids, count)))["choices"][0]["prompt_logprobs"][1:]
+                    entries = (await endpoint.post(self._request(ids, count)))["choices"][0]["prompt_logprobs"][1:]
                     own = [_logprob(each[str(i)]) for each, i in zip(entries, ids[1:], strict=True)]
                     ranked = [sorted((e["rank"], int(i), _logprob(e)) for i, e in each.items()) for each in entries]
                 except (TypeError, KeyError, IndexError, ValueError) as error:
@@ -140,11 +146,17 @@ class TeacherServer:
         """Return an endpoint. logprobs: number of log-probabilities an answer may have."""
         url = f"{self.url.rstrip('/').removesuffix('/v1')}/{path}"
         largest = _LARGEST + _PER_TOKEN * logprobs
-        return JsonEndpoint(url, concurrency=_AT_A_TIME, timeout=_TIMEOUT, patience=patience, largest=largest)
+        return JsonEndpoint(
+            url,
+            concurrency=self._concurrency,
+            timeout=_TIMEOUT,
+            patience=patience,
+            api_key_env=self._key_env,
+            largest=largest,
+        )
 
-
-def _request(ids: Sequence[int], k: int) -> dict[str, Any]:
-    return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+    def _request(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        return {**self._named, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:

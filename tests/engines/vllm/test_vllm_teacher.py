@@ -38,8 +38,8 @@ async def test_it_teaches_what_it_would_in_process(form: Any, servers: Servers, 
 
         fields: dict[str, Any] = {"form": form, "top_k": 8 if form.endswith("k") else 32}
         results = []
-        for where, given in (("T", {"teacher": teacher}), (server.url, {"server": server})):
-            algorithm = AlgorithmConfig(distillation=DistillationConfig(teacher=where, **fields))
+        for given in ({"teacher": teacher}, {"server": server}):
+            algorithm = AlgorithmConfig(distillation=DistillationConfig(teacher="T", **fields))
             learner = make_learner(policy, algorithm, **given)
             scores = await asyncio.to_thread(learner.teacher_scores, flatten(groups))
             (result,) = await asyncio.to_thread(learner.train_batch, groups)
