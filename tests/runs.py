@@ -6,22 +6,23 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.worlds import Quiet, tiny
+from tests.worlds import Quiet, make_group, tiny
 from treadle.api.train import train_run
 from treadle.core.draws import Stream, task_uniforms
 from treadle.core.files import WrittenFile, write_atomically
-from treadle.core.types import Step
+from treadle.core.types import Step, Task, Trajectory
 from treadle.loop.runtime import Runtime
 from treadle.plan.config import RunConfig, config_of
 from treadle.plan.inputs import Inputs, load_inputs, record_data
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LedgerReader
-from treadle.record.rollout_store import read_shard, read_traces
+from treadle.record.rollout_store import read_shard, read_traces, write_shard
 from treadle.record.run_directory import RunDirectory
 
 Summary = dict[str, Any]
@@ -73,6 +74,16 @@ class Interrupting(Quiet):
         if not self.left:
             self.left = -1
             os.kill(os.getpid(), self.number)
+
+
+def recorded_run(path: Path, config: RunConfig, *attempts: Trajectory, task: Task | None = None) -> RunDirectory:
+    """A run with one group of these attempts, as training records it before the first checkpoint."""
+    run, group = RunDirectory.create(path, config), make_group(0, *attempts)
+    run.close()
+    group = group if task is None else replace(group, task=task)
+    with closing(Ledger(run.ledger_file)) as ledger:
+        ledger.record([group], "train", 0, write_shard(run.rollouts, "train-g000000", [group]))
+    return run
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:

@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.worlds import TINY, Done, finish, ids, start_treadle, treadle
-from tests.worlds import END, chatml, make_group, make_step, tiny, user
+from tests.runs import recorded_run
+from tests.worlds import END, chatml, make_step, tiny, user
 from treadle.core.errors import Cause
 from treadle.core.types import Failure, Message, Status, Task, Trajectory
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
-from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LedgerReader
-from treadle.record.rollout_store import write_shard
-from treadle.record.run_directory import RunDirectory
 
 pytestmark = pytest.mark.xdist_group("cli_hostile_text")  # what its tests share is made once
 
@@ -92,13 +90,7 @@ def replies(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Trajectory("g000000.0", "t0", 0, steps, 1.0, Status.DONE, warning=ON_ONE_LINE),
         Trajectory("g000000.1", "t0", 1, steps, None, Status.FAILED, failure=failure),
     ]
-    run = RunDirectory.create(tmp_path_factory.mktemp("replies") / EVIL_NAME, tiny())
-    run.close()
-    group = make_group(0, *made)
-    ledger = Ledger(run.ledger_file)
-    ledger.record([group], "train", 0, write_shard(run.rollouts, "train-g000000", [group]))
-    ledger.close()
-    return run.path
+    return recorded_run(tmp_path_factory.mktemp("replies") / EVIL_NAME, tiny(), *made).path
 
 
 def check(done: Done, status: int = 0) -> str:

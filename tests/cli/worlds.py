@@ -15,16 +15,14 @@ from typing import IO, ClassVar
 from tokenizers import Tokenizer
 
 from tests.forks import ForkedProcess
-from tests.worlds import END, chatml, make_group, make_step, tiny, tool, user
+from tests.runs import recorded_run
+from tests.worlds import END, chatml, make_step, tiny, tool, user
 from treadle.cli.main import main
 from treadle.core.metrics import Metric
 from treadle.core.types import BreakCause, DropReason, Message, Status, Step, StopReason, Task, Trajectory
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
-from treadle.record.ledger import Ledger
-from treadle.record.rollout_store import write_shard
-from treadle.record.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]  # where `tests.cli.worlds` can be imported
 
@@ -286,10 +284,4 @@ def record(path: Path, *attempts: Sequence[Step]) -> Path:
     """One group with both trajectories, or these, as training records it before the first checkpoint."""
     attempts = attempts or tuple([make_step(*call) for call in calls] for calls in TRAJECTORIES)
     made = [Trajectory(f"g000000.{n}", "t0", n, tuple(steps), 1.0, Status.DONE) for n, steps in enumerate(attempts)]
-    run = RunDirectory.create(path, tiny())
-    run.close()
-    group = make_group(0, *made)
-    ledger = Ledger(run.ledger_file)
-    ledger.record([group], "train", 0, write_shard(run.rollouts, "train-g000000", [group]))
-    ledger.close()
-    return path
+    return recorded_run(path, tiny(), *made).path

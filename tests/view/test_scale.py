@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.runs import recorded_run
 from tests.view.browser import WIDE, Viewer, serving
 from tests.view.worlds import log_update
 from tests.worlds import make_group, make_step, tiny
 from treadle.core.files import WrittenFile
 from treadle.core.types import Group, Status, Trajectory
 from treadle.record.ledger import Ledger
-from treadle.record.rollout_store import write_shard
 from treadle.record.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,6 @@ def large_ledger(path: Path) -> Path:
 
 def long_trajectory(path: Path) -> Path:
     """A run with one trajectory that grows to 32,768 tokens in 40 steps, two of which break with the one before."""
-    run = RunDirectory.create(path, tiny())
-    run.close()
     draw = np.random.default_rng(0)
     history, steps = draw.integers(3, 700, 1000).tolist(), []
     for number in range(40):
@@ -64,10 +62,7 @@ def long_trajectory(path: Path) -> Path:
         reply = draw.integers(3, 700, 200).tolist()
         steps.append(make_step(history, reply))
         history = [*history, *reply, *draw.integers(3, 700, (32_768 - 1000) // 40 - 200).tolist()]
-    own = make_group(0, Trajectory("g000000.0", "t0", 0, tuple(steps), 1.0, Status.DONE))
-    with closing(Ledger(run.ledger_file)) as ledger:
-        ledger.record([own], "train", 0, write_shard(run.rollouts, "train-g000000", [own]))
-    return path
+    return recorded_run(path, tiny(), Trajectory("g000000.0", "t0", 0, tuple(steps), 1.0, Status.DONE)).path
 
 
 @pytest.fixture(scope="module")

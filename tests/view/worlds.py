@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.cli.worlds import TRAJECTORIES, ids
+from tests.runs import recorded_run
 from tests.worlds import END, PLAIN, chatml, make_group, make_step, plain_ids, tiny, tool, user
 from treadle.core.errors import Cause
 from treadle.core.outcomes import dropped_steps, leave_out, without_stale
@@ -153,32 +154,23 @@ def log_update(run: RunDirectory, update: int) -> None:
 def record_calls(path: Path, tokenizer: Path) -> Path:
     """Record a group of two attempts whose calls of a tool differ in the last digit of a number, a token of its own."""
     PLAIN.save_pretrained(str(tokenizer))
-    run = RunDirectory.create(path, tiny(f"model.tokenizer={tokenizer}"))
-    run.close()
     prompt, rows = plain_ids(chatml([user("How many?")])), [f"row {n}" for n in range(300)]
     calls = [json.dumps({"sum": number, "rows": rows}) for number in (478, 471)]
     replies = [f"<think>Count.</think><tool_call>{call}</tool_call>" for call in calls]
-    played = make_group(0, *(attempt(0, n, [make_step(prompt, [*plain_ids(r), END])]) for n, r in enumerate(replies)))
-    with closing(Ledger(run.ledger_file)) as ledger:
-        ledger.record([played], "train", 0, write_shard(run.rollouts, "train-g000000", [played]))
-    return path
+    played = [attempt(0, n, [make_step(prompt, [*plain_ids(r), END])]) for n, r in enumerate(replies)]
+    return recorded_run(path, tiny(f"model.tokenizer={tokenizer}"), *played).path
 
 
 def record_hostile(path: Path, tokenizer: Path) -> Path:
     """Record a run in which everything that was written tries to take the page over."""
     PLAIN.save_pretrained(str(tokenizer))
-    run = RunDirectory.create(path, tiny(f"model.tokenizer={tokenizer}"))
-    run.close()
     prompt = plain_ids(chatml([user(f"{SCRIPT} {ESCAPES} {TURNED}")]))
     reply = f"<think>{EMOJI}</think>{SCRIPT}<tool_call>{TURNED}</tool_call><|im_start|"
     texts = (reply, ESCAPES + "\x00\x08", LONG_LINE[:100_000])
     steps = [make_step(prompt, [*plain_ids(text), 5 + 0xE2, END]) for text in texts]  # 0xE2: half a character
-    own = replace(
-        make_group(0, attempt(0, 0, steps), attempt(0, 1, steps[:1], None)),
-        task=Task(f"../../{SCRIPT}{TURNED}", (user(f"{SCRIPT}{TURNED}{LONG_LINE}"),), extras={"evil": ESCAPES}),
-    )
-    with closing(Ledger(run.ledger_file)) as ledger:
-        ledger.record([own], "train", 0, write_shard(run.rollouts, "train-g000000", [own]))
+    task = Task(f"../../{SCRIPT}{TURNED}", (user(f"{SCRIPT}{TURNED}{LONG_LINE}"),), extras={"evil": ESCAPES})
+    played = (attempt(0, 0, steps), attempt(0, 1, steps[:1], None))
+    run = recorded_run(path, tiny(f"model.tokenizer={tokenizer}"), *played, task=task)
     row = {"kind": "update", "update": 1, "version": 0, "reward_mean": float("nan"), f"env/{SCRIPT}": 1.0}
     run.log({**row, "odd\ud800": 2.0})
     return path

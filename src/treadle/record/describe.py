@@ -56,9 +56,13 @@ def shown_steps(
     return shown, [] if isinstance(texts, MessageTexts) else compactions(recorded_calls(steps), related)
 
 
+def packed_calls(steps: Sequence[Step], texts: TokenTexts, trajectory: int = 0) -> list[PackedCall]:
+    return [PackedCall(*texts.call(step), first=0, trajectory=trajectory) for step in steps]
+
+
 def step_relations(steps: Sequence[Step], texts: TokenTexts) -> list[Relation]:
-    calls = [PackedCall(*texts.call(step), first=0) for step in steps]
-    return relations(calls, texts.decode, [step.break_cause for step in steps], [was_played(step) for step in steps])
+    causes, played = [step.break_cause for step in steps], [was_played(step) for step in steps]
+    return relations(packed_calls(steps, texts), texts.decode, causes, played)
 
 
 def _shown(

@@ -162,10 +162,6 @@ class LedgerReader:
             raise DamageError(f"the ledger {self.path} does not know the shard {name}; restore it from a copy")
         return WrittenFile(name, sha256)
 
-    def traces_of(self, version: int | None) -> WrittenFile | None:
-        """Return the file with the traces of groups trained by this version; None without any."""
-        return None if version is None else self.traces().get(trace_file(version))
-
     def file_sha256(self, name: str) -> str | None:
         """Return the SHA-256 of a file, by its name in the run directory; None if it is not recorded."""
         rows = self.query("SELECT sha256 FROM files WHERE name = ?", name)

@@ -21,7 +21,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.compactions import RecordedCall
 from treadle.record.checkpoint_retention import read_checkpoint
-from treadle.record.ledger_reader import LedgerReader
+from treadle.record.ledger_reader import LedgerReader, trace_file
 from treadle.record.recorded import AS_TEXT, RecordedTrajectory, trajectory_on_record, vocabulary_sha256
 from treadle.record.rollout_store import read_call_times, read_calls, read_shard, read_steps, read_traces
 from treadle.record.run_directory import RunDirectory
@@ -86,7 +86,7 @@ class Record:
 
         version: policy version that trained it.
         """
-        file = self.ledger.traces_of(version)
+        file = None if version is None else self.ledger.traces().get(trace_file(version))
         traces = [] if file is None else read_traces(self.directory.traces, file, trajectory_id)
         return sorted(traces, key=lambda trace: trace.update)
 

@@ -15,7 +15,7 @@ from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step, StepState, common_prefix, role_of
 from treadle.packing.flat import PackedCall
-from treadle.record.describe import shown_steps, step_relations
+from treadle.record.describe import packed_calls, shown_steps, step_relations
 from treadle.record.group_search import Split
 from treadle.rendering.texts import MessageTexts, Span, TokenTexts, extended_spans, message_spans
 from treadle.report.report import PackingCount
@@ -65,10 +65,6 @@ def _row(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
     return rows[0]
 
 
-def _calls(steps: Sequence[Step], texts: TokenTexts, trajectory: int = 0) -> list[PackedCall]:
-    return [PackedCall(*texts.call(step), first=0, trajectory=trajectory) for step in steps]
-
-
 def _texts(run: RecordedRun, steps: Iterable[Step]) -> tuple[TokenTexts, str | None]:
     """Return texts for some steps' tokens or messages, and the reason if ids are shown."""
     return (MessageTexts(), None) if any(step.is_text for step in steps) else run.shown_texts()
@@ -81,7 +77,7 @@ def _tokens(
     texts, no_texts = _texts(run, steps)
     traces, no_traces = _traces(run, row["trajectory_id"], group.version if group.split == "train" else None)
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
-    calls, (shown, compacted) = _calls(steps, texts), shown_steps(steps, texts, row["advantage"], traces)
+    calls, (shown, compacted) = packed_calls(steps, texts), shown_steps(steps, texts, row["advantage"], traces)
     tree, ends = _tree(calls, texts)
     spans: list[list[Span]] = []
     views: list[Json] = []
@@ -216,7 +212,7 @@ def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list
     problems[:0] = [no_texts] if no_texts else []
     for number, (attempt, steps) in enumerate(zip(attempts, played, strict=True)):
         outcomes = {row["step"]: (row["state"], row["reason"]) for row in run.ledger.steps(attempt.trajectory_id)}
-        own, related = _calls(steps, texts, number), step_relations(steps, texts)
+        own, related = packed_calls(steps, texts, number), step_relations(steps, texts)
         calls += own
         trained.append([])
         for at, (call, relation) in enumerate(zip(own, related, strict=True)):
