@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from treadle.core.errors import Cause
+from treadle.core.support import Support
 from treadle.core.types import (
     Failure,
     Group,
@@ -451,9 +452,22 @@ def step_logprobs(model: PreTrainedModel, step: Step) -> tuple[Tensor, Tensor]:
     ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, len(step.prompt_ids) - 1 : -1]
     temperature = float(np.float32(step.sampling.temperature or 1.0))  # engines sample at a float32 temperature
+    if step.support is not None:
+        return _over_supports(logits / temperature, step, step.support)
     distribution = (logits / temperature).log_softmax(-1)
     chosen = distribution.gather(1, torch.from_numpy(step.completion_ids.astype(np.int64))[:, None])[:, 0]
     return chosen, -(distribution.exp() * distribution).sum(-1)
+
+
+def _over_supports(logits: Tensor, step: Step, support: Support) -> tuple[Tensor, Tensor]:
+    """As `step_logprobs`, token by token, from the definition."""
+    chosen, entropy = [], []
+    for token, sampled in enumerate(step.completion_ids.tolist()):
+        ids = support[token : token + 1].ids.tolist() or list(range(logits.shape[1]))
+        distribution = logits[token, ids].log_softmax(-1)
+        chosen.append(distribution[ids.index(sampled)])
+        entropy.append(-(distribution.exp() * distribution).sum())
+    return torch.stack(chosen), torch.stack(entropy)
 
 
 def cached_logits(model: PreTrainedModel, pieces: Sequence[Tensor]) -> Tensor:

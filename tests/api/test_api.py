@@ -323,7 +323,8 @@ def test_a_checkpoint_of_a_run_is_a_model_to_train(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="step-000009"):
         train(tmp_path / "none", model=f"{tmp_path}/run@9")
     with pytest.raises(ConfigError, match=f"is a run; take one of its checkpoints, such as {checkpoint},"):
-        train(tmp_path / "none", settings={"algorithm.kl": {"coef": 0.1, "model": str(tmp_path / "run")}})
+        other = {"models.first.path": str(tmp_path / "run"), "algorithm.kl": {"coef": 0.1, "model": "first"}}
+        train(tmp_path / "none", settings=other)
     shown = Quiet()
     treadle.evaluate(tmp_path / "run", Short, [{"prompt": "?"}], progress=shown)
     assert any("rewards.weights: nothing in the evaluation was given as style" in line for line in shown.lines)

@@ -34,6 +34,7 @@ from treadle.algorithms.reductions import token_weights
 from treadle.core.config import build
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
+from treadle.core.support import Support
 from treadle.core.types import Group, Ids, Step
 from treadle.models.config import LoraConfig
 from treadle.models.lora import add_adapters
@@ -497,3 +498,21 @@ def forked_groups(seed: int = 0, groups: int = 2, length: int = 4, size: int = 2
         trajectories[1][0].append(make_step(shared.prompt_ids, shared.completion_ids))  # with another advantage
         made.append(make_group(trajectories, index))
     return made
+
+
+def cut(groups: Sequence[Group], seed: int = 0) -> list[Group]:
+    """Each third token could have been any; another one of one to nine, one of most."""
+    random = np.random.default_rng(seed)
+
+    def of(step: Step) -> Step:
+        sizes = random.choice([0, 1, 2, 9, VOCABULARY - 1], len(step.completion_ids))
+        ids = [
+            sorted({int(token), *random.choice(VOCABULARY, size - 1, replace=False).tolist()}) if size else None
+            for token, size in zip(step.completion_ids, sizes, strict=True)
+        ]
+        return replace(step, support=Support.of(ids))
+
+    return [
+        replace(g, trajectories=tuple(replace(t, steps=tuple(map(of, t.steps))) for t in g.trajectories))
+        for g in groups
+    ]

@@ -26,8 +26,8 @@ def top_k_divergence(logp: Tensor, logp_teacher: Tensor, reverse: bool) -> Tenso
     """Return KL(policy || teacher) if reverse, else KL(teacher || policy), [N], over k + 1 outcomes.
 
     logp, logp_teacher [N, k]: log-probabilities of the teacher's k most probable tokens; "any other token" is the last
-    outcome. The result is at least 0, at most the KL of the whole distributions, and equal to it if k is the
-    vocabulary.
+    outcome; -inf in both is none. The result is at least 0, at most the KL of the whole distributions, and equal to it
+    if k is the vocabulary.
     """
     policy, teacher = _with_rest(logp), _with_rest(logp_teacher)
     of, to = (policy, teacher) if reverse else (teacher, policy)
@@ -35,5 +35,5 @@ def top_k_divergence(logp: Tensor, logp_teacher: Tensor, reverse: bool) -> Tenso
 
 
 def _with_rest(logp: Tensor) -> Tensor:
-    rest = 1 - logp.exp().sum(-1, keepdim=True)
-    return torch.cat([logp, rest.clamp(min=torch.finfo(logp.dtype).eps).log()], -1)
+    limits, rest = torch.finfo(logp.dtype), 1 - logp.exp().sum(-1, keepdim=True)
+    return torch.cat([logp.clamp(min=limits.min), rest.clamp(min=limits.eps).log()], -1)

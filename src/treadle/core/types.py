@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from treadle.core.errors import Cause, DataError
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
+from treadle.core.support import Support
 from treadle.core.text import json_problem
 
 Ids = NDArray[np.int32]
@@ -296,6 +297,7 @@ class Step:
                     rows than tokens: the engine did not report it, or not for the last tokens
     calls           calls of other models between this step and the next; the first step also has those before it
     withheld        number of tool calls in the completion withheld from an agent that accepts one at a time
+    support         ids that could have been sampled at each token, where a filter left some out; None: every id could
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 
@@ -323,6 +325,7 @@ class Step:
     calls: tuple[ModelCall, ...] = ()
     withheld: int = 0
     chat: ModelCall | None = None
+    support: Support | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -339,6 +342,12 @@ class Step:
         for name in ("logprobs", "policy_versions", "mask"):
             if len(getattr(self, name)) != length:
                 raise DataError(f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens")
+        if self.support is not None:
+            if len(self.support) != length:
+                raise DataError(f"Step.support is of {len(self.support)} tokens, the completion has {length}")
+            if not (inside := self.support.contains(self.completion_ids)).all():
+                token = int(np.argmin(inside))
+                raise DataError(f"Step.support of token {token} lacks the sampled id {self.completion_ids[token]}")
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-5).any():
             worst = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-5))][0]
             raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.outcomes import as_played, as_trained, played_rewards, step_drop_reason
+from treadle.core.support import Support
 from treadle.core.types import Group, Ids, Routing, Step, Trajectory, common_prefix
 
 Indices = NDArray[np.int64]
@@ -41,6 +42,7 @@ class FlatBatch:
     logp_rollout float32[N]    log-probabilities as reported by the engine
     temperature  float32[N]    sampling temperature of each token
     version      int32[N]      policy version that sampled each token
+    support                    ids that could have been sampled, of N tokens; None: every id, everywhere
     """
 
     groups: tuple[Group, ...]
@@ -59,6 +61,7 @@ class FlatBatch:
     logp_rollout: NDArray[np.float32]
     temperature: NDArray[np.float32]
     version: Ids
+    support: Support | None = None
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -90,8 +93,9 @@ class FlatBatch:
 
     @property
     def truncated(self) -> NDArray[np.bool_]:
-        """Return bool[N]: whether `logp_rollout` refers to a truncated, and so incomparable, distribution."""
-        return np.repeat(np.array([step.sampling.truncates for step in self.steps], np.bool_), np.diff(self.step_start))
+        """Return bool[N]: whether `logp_rollout` refers to a truncated distribution, whose support is not recorded."""
+        unknown = [step.sampling.truncates and step.support is None for step in self.steps]
+        return np.repeat(np.array(unknown, np.bool_), np.diff(self.step_start))
 
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
@@ -127,6 +131,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         logp_rollout=joined([step.logprobs for step in steps], np.float32),  # type: ignore[arg-type]
         temperature=np.repeat(np.array([step.sampling.temperature for step in steps], np.float32), lengths),
         version=joined([step.policy_versions for step in steps], np.int32),  # type: ignore[arg-type]
+        support=Support.joined([(n, step.support) for n, step in zip(lengths, steps, strict=True)]),
     )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
+from treadle.core.support import Support
 from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
@@ -133,16 +134,21 @@ class Forward:
         return torch.stack(chosen, 1)[: len(ids)].cpu().numpy().astype(np.int16)
 
     def scores(
-        self, tree: PrefixTree, temperature: Tensor, passes: int = 1, top: Tensor | MostProbable | None = None
+        self,
+        tree: PrefixTree,
+        temperature: Tensor,
+        passes: int = 1,
+        top: Tensor | MostProbable | None = None,
+        support: Support | None = None,
     ) -> TokenScores:
         """Compute a tree without gradient. temperature [N]: of all pairs; its dtype is the result's.
 
         passes: minimum number of passes, if several ranks must make equally many; a tree may then be empty.
-        top: other tokens to score, int64[N, k] of all pairs, or how to choose them.
+        top: other tokens to score, int64[N, k] of all pairs, or how to choose them. support: of all pairs.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(), torch.no_grad():
-            return self._first_pass(parts, temperature, _store(parts), top)
+            return self._first_pass(parts, temperature, _store(parts), top, support)
 
     def backward(
         self,
@@ -152,19 +158,20 @@ class Forward:
         entropy_grad: bool = False,
         passes: int = 1,
         top: Tensor | None = None,
+        support: Support | None = None,
     ) -> TokenScores:
         """Add a loss's gradient to the parameters' `.grad`; return the scores it was computed at.
 
-        temperature [N], passes, top: as for `scores`; several passes are made twice. gradient: scores of some tokens,
-        or of none -> the loss's gradient by them, which is all that is needed of the loss. entropy_grad: whether
+        temperature [N], passes, top, support: as for `scores`; several passes are made twice. gradient: scores of some
+        tokens, or of none -> the loss's gradient by them, which is all that is needed of it. entropy_grad: whether
         `gradient` also returns a gradient by entropies.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(self.gradient_checkpointing):
             if len(parts) > 1:
-                return self._stream(parts, temperature, gradient, entropy_grad, top)
+                return self._stream(parts, temperature, gradient, entropy_grad, top, support)
             with self._replayed(parts[0]):
-                attached = self._pairs(parts[0], temperature, entropy_grad, top)
+                attached = self._pairs(parts[0], temperature, entropy_grad, top, support)
                 scores = attached.detached()
                 _propagate(attached, gradient(scores))
         return scores
@@ -183,13 +190,14 @@ class Forward:
         temperature: Tensor,
         store: Store,
         top: Tensor | MostProbable | None,
+        support: Support | None,
     ) -> TokenScores:
         """Compute without gradient, first chunk to last; `store` then has all keys and values if there are several."""
         computed = []
         for part in parts:
             fresh = Past() if len(parts) > 1 else None
             with self._replayed(part):
-                computed.append(self._pairs(part, temperature, False, top, store.at(part.context), fresh))
+                computed.append(self._pairs(part, temperature, False, top, support, store.at(part.context), fresh))
             if fresh is not None:
                 store.put(part, fresh)
         return joined(computed)
@@ -201,17 +209,18 @@ class Forward:
         gradient: Gradient,
         entropy_grad: bool,
         top: Tensor | None,
+        support: Support | None,
     ) -> TokenScores:
         store = _store(parts)
         with torch.no_grad():
-            scores = self._first_pass(parts, temperature, store, top)
+            scores = self._first_pass(parts, temperature, store, top, support)
         slopes = gradient(scores)
         bounds = np.cumsum([0, *(len(part.flat) for part in parts)]).tolist()
         for part, (first, end) in reversed(list(zip(parts, pairwise(bounds), strict=True))):
             context = store.leaves(part.context)
             fresh = Past()
             with self._replayed(part):
-                attached = self._pairs(part, temperature, entropy_grad, top, context, fresh)
+                attached = self._pairs(part, temperature, entropy_grad, top, support, context, fresh)
                 _propagate(attached, slopes.at(slice(first, end)), *store.pending(part, fresh))
             store.collect(part.context, context)
         return scores
@@ -241,6 +250,7 @@ class Forward:
         temperature: Tensor,
         entropy_grad: bool,
         top: Tensor | MostProbable | None,
+        support: Support | None,
         context: Past | None = None,
         fresh: Past | None = None,
     ) -> TokenScores:
@@ -253,6 +263,7 @@ class Forward:
             context=context,
             fresh=fresh,
             top=top,
+            support=support,
         )
         return TokenScores(part.flat, **self.scorer(call))
 

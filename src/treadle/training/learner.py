@@ -35,6 +35,7 @@ from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import by_role
 from treadle.core.processes import release_freed_memory
+from treadle.core.support import Support
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group, Ids
 from treadle.models.weights import adapter_weights
@@ -168,16 +169,18 @@ class Learner:
 
     def _scores(self, forward: Forward, batch: FlatBatch, top: MostProbable | None = None) -> TokenScores:
         laid_out, temperature = self._slots(forward, batch), self._temperature(batch)
-        return self._scores_of(forward, laid_out, temperature, top)
+        return self._scores_of(forward, laid_out, temperature, top, batch.support)
 
     def _scores_of(
         self,
         forward: Forward,
         laid_out: Sequence[Slot],
         temperature: Tensor,
-        top: Tensor | MostProbable | None = None,
+        top: Tensor | MostProbable | None,
+        support: Support | None,
     ) -> TokenScores:
-        parts = [forward.scores(slot.trees[self.ranks.rank], temperature, slot.passes, top) for slot in laid_out]
+        own = [(slot.trees[self.ranks.rank], slot.passes) for slot in laid_out]
+        parts = [forward.scores(tree, temperature, passes, top, support) for tree, passes in own]
         return self.ranks.gather(parts, temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
@@ -343,7 +346,7 @@ class Learner:
         laid_out, temperature = self._slots(self.forward, batch), self._temperature(batch)
         gradient: Gradient = objective.gradient
         if objective.couples:
-            scores = self._scores_of(self.forward, laid_out, temperature, objective.top_ids)
+            scores = self._scores_of(self.forward, laid_out, temperature, objective.top_ids, batch.support)
             gradient = lookup(objective.gradient(scores))
         parts = [
             self.forward.backward(
@@ -353,6 +356,7 @@ class Learner:
                 objective.entropy_coef > 0,
                 slot.passes,
                 objective.top_ids,
+                batch.support,
             )
             for slot in laid_out
         ]

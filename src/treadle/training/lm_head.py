@@ -6,15 +6,20 @@ Shapes: P pairs, d hidden size, V vocabulary, k tokens scored beside the sampled
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from treadle.core.support import Support
+
 CHUNK_BYTES = 2**27  # size of one chunk's logits; a handful of such arrays exist at a time
+FEW = 1 / 32  # share of the vocabulary up to which single logits cost less than all of them
 _CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
 
 
@@ -37,11 +42,27 @@ class Head:
     def vocabulary(self) -> int:
         return int(self.embedding.weight.shape[0])
 
+    @property
+    def has_rows(self) -> bool:
+        """Return whether single logits can be computed: the embedding is a plain layer, without an adapter."""
+        return isinstance(self.embedding, nn.Linear)
+
+    def rows(self, hidden: Tensor, pair: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return logits [M]: of ids int64[M] in hidden states [P, d], chosen by pair int64[M]."""
+        chosen = functional.embedding(ids, self.embedding.weight).to(dtype)
+        logits = (hidden.to(self.embedding.weight.dtype).to(dtype).index_select(0, pair) * chosen).sum(-1)
+        if self.embedding.bias is not None:
+            logits = logits + self.embedding.bias[ids]
+        return self._capped(logits)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(hidden.device.type):
             # Some models keep their residuals in float32.
             hidden = hidden.to(self.embedding.weight.dtype)
-        logits: Tensor = self.embedding(hidden) * self.scale if self.scale != 1 else self.embedding(hidden)
+        return self._capped(self.embedding(hidden))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        logits = logits * self.scale if self.scale != 1 else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
@@ -74,21 +95,53 @@ def pair_logprobs(
     temperature: Tensor,
     entropy_grad: bool,
     top: Tensor | MostProbable | None = None,
+    support: Support | None = None,
 ) -> tuple[Tensor, ...]:
     """Return log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
 
     hidden [P, d]; targets int64[P]. entropy_grad: whether the entropy carries a gradient. top: other tokens int64[P,
-    k], or how to choose them: then also returns their log-probabilities [P, k], and ids int64[P, k]. If the logits need
-    more than `CHUNK_BYTES`, they are computed chunk by chunk, and again in the backward pass.
+    k], or how to choose them: then also returns their log-probabilities [P, k], and ids int64[P, k]. support: of the P
+    pairs; a distribution is over its ids alone, and other tokens have -inf. If the logits need more than `CHUNK_BYTES`,
+    they are computed chunk by chunk, and again in the backward pass.
     """
+    if support is None or not support.counts.any():
+        return _over_all(head, hidden, targets, temperature, entropy_grad, top, None)
+    few = (support.counts > 0) & (support.counts <= FEW * head.vocabulary)
+    if top is not None or not head.has_rows or not few.any():
+        return _over_all(head, hidden, targets, temperature, entropy_grad, top, support)
+    order = [np.flatnonzero(few), np.flatnonzero(~few)]
+    computed = []
+    for pairs, among_few in zip(order, (True, False), strict=True):
+        at, part = torch.from_numpy(pairs).to(hidden.device), support.take(pairs)
+        h, target, t = (tensor.index_select(0, at) for tensor in (hidden, targets, temperature))
+        if among_few:
+            computed.append(_over_few(head, h, target, t, entropy_grad, part))
+        else:
+            computed.append(_over_all(head, h, target, t, entropy_grad, None, part))
+    back = torch.from_numpy(np.argsort(np.concatenate(order))).to(hidden.device)
+    return tuple(torch.cat(pair).index_select(0, back) for pair in zip(*computed, strict=True))
+
+
+def _over_all(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    entropy_grad: bool,
+    top: Tensor | MostProbable | None,
+    support: Support | None,
+) -> tuple[Tensor, ...]:
+    """Compute all logits."""
     rows = max(1, CHUNK_BYTES // (head.vocabulary * temperature.element_size()))
     if len(hidden) <= rows:
-        return _chunk(head, hidden, targets, temperature, entropy_grad, top)
+        return _chunk(head, hidden, targets, temperature, entropy_grad, top, support)
     split = (tensor.split(rows) for tensor in (hidden, targets, temperature))
     tops = top.split(rows) if isinstance(top, Tensor) else repeat(top)
+    starts = range(0, len(hidden), rows)
+    supports = repeat(None) if support is None else [support[start : start + rows] for start in starts]
     parts = [
-        checkpoint(_chunk, head, h, target, t, entropy_grad, among, use_reentrant=False, preserve_rng_state=False)
-        for (h, target, t), among in zip(zip(*split, strict=True), tops, strict=False)
+        checkpoint(_chunk, head, *tensors, entropy_grad, *more, use_reentrant=False, preserve_rng_state=False)
+        for tensors, *more in zip(zip(*split, strict=True), tops, supports, strict=False)
     ]
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
@@ -100,12 +153,75 @@ def _chunk(
     temperature: Tensor,
     entropy_grad: bool,
     top: Tensor | MostProbable | None,
+    support: Support | None,
 ) -> tuple[Tensor, ...]:
-    distribution = (head(hidden).to(temperature.dtype) / temperature[:, None]).log_softmax(-1)
+    logits = head(hidden).to(temperature.dtype) / temperature[:, None]
+    if support is not None:
+        logits = logits.masked_fill(_outside(support, logits), -torch.inf)
+    distribution = logits.log_softmax(-1)
     logp = distribution.gather(1, targets[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy = -(distribution.exp() * distribution).sum(-1)
+    entropy = _entropy(distribution, entropy_grad, holes=support is not None)
     if top is None:
         return logp, entropy
     ids = distribution[:, : top.vocabulary].topk(top.count).indices if isinstance(top, MostProbable) else top
     return logp, entropy, distribution.gather(1, ids), ids
+
+
+def _over_few(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    entropy_grad: bool,
+    support: Support,
+) -> tuple[Tensor, ...]:
+    """Compute the logits of each pair's support alone."""
+    ends = np.cumsum(support.counts, dtype=np.int64)
+    most = max(1, CHUNK_BYTES // (hidden.shape[1] * temperature.element_size()))  # ids at a time
+    cuts = np.unique(np.searchsorted(ends, np.arange(0, ends[-1], most), side="right"))[1:].tolist()
+    bounds = [*pairwise([0, *cuts, len(ends)])]
+    if len(bounds) == 1:
+        return _among(head, hidden, targets, temperature, entropy_grad, support)
+    parts = [
+        checkpoint(
+            _among,
+            head,
+            hidden[start:end],
+            targets[start:end],
+            temperature[start:end],
+            entropy_grad,
+            support[start:end],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start, end in bounds
+    ]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _among(
+    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool, support: Support
+) -> tuple[Tensor, Tensor]:
+    device, counts = hidden.device, torch.from_numpy(support.counts.astype(np.int64))
+    ids = torch.from_numpy(support.ids.astype(np.int64)).to(device)
+    pair = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
+    column = (torch.arange(len(ids)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)).to(device)
+    logits = head.rows(hidden, pair, ids, temperature.dtype) / temperature[pair]
+    padded = logits.new_full((len(counts), int(counts.max())), -torch.inf).index_put((pair, column), logits)
+    distribution = padded.log_softmax(-1)
+    sampled = column[ids == targets[pair]]  # each pair's support has its target once
+    return distribution.gather(1, sampled[:, None])[:, 0], _entropy(distribution, entropy_grad, holes=True)
+
+
+def _entropy(distribution: Tensor, with_gradient: bool, holes: bool) -> Tensor:
+    """Return the entropy [P] of log-probabilities [P, K]. holes: whether some are -inf, which count as nothing."""
+    with torch.set_grad_enabled(with_gradient and torch.is_grad_enabled()):
+        finite = distribution.clamp(min=torch.finfo(distribution.dtype).min) if holes else distribution
+        return -(distribution.exp() * finite).sum(-1)
+
+
+def _outside(support: Support, logits: Tensor) -> Tensor:
+    """Return bool[P, V]: ids outside each pair's support."""
+    outside = np.repeat((support.counts > 0)[:, None], logits.shape[1], axis=1)
+    outside[np.repeat(np.arange(len(support)), support.counts), support.ids] = False
+    return torch.from_numpy(outside).to(logits.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
+from treadle.core.support import Support
 from treadle.models.passing import Passing
 from treadle.models.states import stateful_layers
 from treadle.models.support import decoder_of, mixing_layers, slides, why_not_packable
@@ -32,12 +33,12 @@ class Pass:
 
     temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, for a model that shares prefixes.
     context, fresh: see `Tree`. half: in bfloat16. entropy_grad: whether the entropy carries a gradient. top: tokens to
-    score beside the sampled ones, int64[N, k] of all pairs, or how to choose them.
+    score beside the sampled ones, int64[N, k] of all pairs, or how to choose them. support: of all pairs.
 
     It is opaque to wrappers of modules, which traverse dataclasses, dicts and lists (see `Tree`).
     """
 
-    __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "temperature", "top")
+    __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "support", "temperature", "top")
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class Pass:
         context: Past | None = None,
         fresh: Past | None = None,
         top: Tensor | MostProbable | None = None,
+        support: Support | None = None,
     ) -> None:
-        self.top = top
+        self.top, self.support = top, support
         self.part, self.temperature, self.kernel = part, temperature, kernel
         self.half, self.entropy_grad, self.context, self.fresh = half, entropy_grad, context, fresh
 
@@ -145,6 +147,7 @@ class Scorer(nn.Module):
                 call.temperature[flat].to(device),
                 call.entropy_grad,
                 top,
+                None if call.support is None else call.support.take(part.flat),
             )
         outputs = dict(zip(("logp", "entropy", "top", "top_ids"), scores, strict=False))
         if (head := self.value_head) is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models import make_group, make_step, random_groups, tiny
 from tests.training.ranks.service import Case, Compared, Parity
-from tests.training.reference import COUPLED, LAYOUTS, LOSSES, forked_groups, taught_advantages
+from tests.training.reference import COUPLED, LAYOUTS, LOSSES, cut, forked_groups, taught_advantages
 from treadle.algorithms.config import CorrectionConfig, DistillationConfig, KlConfig
 from treadle.core.types import Group, Step
 from treadle.training.rank_processes import RankProcesses
@@ -178,6 +178,12 @@ def test_the_gradient_in_float32_is_that_of_one_process(pair: RankProcesses, nam
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_every_family_is_that_of_one_process(pair: RankProcesses, family: str) -> None:
     check(pair.call("gradient", FAMILIES[family]), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["step", "tree within group"])
+def test_where_tokens_were_left_out_both_score_what_was_left(pair: RankProcesses, name: str) -> None:
+    case = Case(cut(MANY), training=budget(25, **LAYOUTS[name]), algorithm={"entropy_coef": 0.01})
+    check(pair.call("gradient", case), 1e-12)
 
 
 def test_logits_in_chunks_are_made_again_in_the_backward_pass(pair: RankProcesses) -> None:
