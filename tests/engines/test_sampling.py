@@ -21,7 +21,7 @@ from treadle.engines.torch.batch import Decode, StopStrings
 
 def draw(logits: Tensor, temperatures: Sequence[float], seeds: Words, token: int) -> tuple[Tensor, Tensor]:
     how = rules([SamplingParams(temperature=t) for t in temperatures])
-    return sample(logits, how, torch.from_numpy(token_uniforms(seeds, token)))
+    return sample(logits, how, torch.from_numpy(token_uniforms(seeds, token)))[:2]
 
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=6)
@@ -91,7 +91,7 @@ def test_the_first_token_whose_bound_lies_above_the_draw_is_taken(
 ) -> None:
     """Draws come from [0, 1): 0 must not choose a token of probability 0, nor one on a bound the token below it."""
     logits = torch.tensor([[-2000.0, 0.0, -2000.0, 0.0, *behind]])
-    ids, _ = sample(logits, rules([SamplingParams()]), torch.tensor([place], dtype=torch.float64))
+    ids, *_ = sample(logits, rules([SamplingParams()]), torch.tensor([place], dtype=torch.float64))
     assert ids.tolist() == [token]
 
 
@@ -150,7 +150,8 @@ def test_tokens_as_probable_as_the_last_of_top_k_stay() -> None:
 def test_a_filtered_token_is_never_drawn_and_the_logprob_is_of_what_is_left(seed: int) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -1.0]])
     draws = torch.from_numpy(token_uniforms(np.array([seed], np.uint64), 0))
-    ids, logprobs = sample(logits, rules([SamplingParams(top_k=2)]), draws)
+    ids, logprobs, kept = sample(logits, rules([SamplingParams(top_k=2)]), draws)
+    assert kept is not None and kept.tolist() == [[False, True, False, True, False]]
     assert int(ids) in (1, 3) and logprobs.item() == pytest.approx(np.log(0.5))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.runs import Interrupting, Summary, check_finished, put_config, query, resume, start, updates
+from tests.runs import Interrupting, Summary, check_finished, put_config, query, recorded, resume, start, updates
 from tests.worlds import ROOT, Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
 from treadle.api import run as api_run
 from treadle.core.config import dump_yaml
@@ -31,6 +31,7 @@ from treadle.models.chat import load_chat
 from treadle.packing.checks import split_untrainable
 from treadle.plan.device import settled
 from treadle.plan.inputs import Inputs, make_inputs
+from treadle.plan.validation import check_settings
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import SCHEMA_VERSION
 from treadle.record.run_directory import RunDirectory
@@ -597,8 +598,25 @@ def test_filters_of_sampling_are_those_of_training_and_refuse_what_compares_with
         (0, 1.0)
     }
     with pytest.raises(ConfigError, match="refer to a truncated distribution"):
-        start(tmp_path / "not", "rollout.min_p=0.1", "algorithm.correction.token_tis=2.0")
-    assert not (tmp_path / "not").exists()
+        check_settings(tiny("rollout.min_p=0.1", "algorithm.correction.token_tis=2.0", "engine.kind=vllm"))
+
+
+@pytest.mark.parametrize("lock_step", [True, False])
+def test_with_filters_ratios_compare_one_distribution(tmp_path: Path, lock_step: bool) -> None:
+    """The learner scores over what the filters left, also of steps that were read from the disk again."""
+    filters = "rollout.top_k=20", "rollout.top_p=0.8", "rollout.min_p=0.01", "rollout.temperature=0.7"
+    settings = (*filters, "algorithm.policy_loss=importance_sampling", f"engine.lock_step={json.dumps(lock_step)}")
+    whole = start(tmp_path / "run", *settings)
+    for row in updates(tmp_path / "run"):
+        assert row["logprob_gap_max"] < 1e-4 and row["ratio_max"] - row["ratio_min"] < 1e-3
+    found = [s.support for name, steps in recorded(tmp_path / "run") if name.startswith("g") for s in steps]
+    sizes = np.concatenate([support.counts for support in found if support is not None])
+    assert all(support is not None for support in found)
+    assert 1 <= sizes.min() <= sizes.max() <= 20 and len(sizes) > 100
+    stopped = start(tmp_path / "part", *settings, progress=Interrupting(which=3))
+    assert stopped["stopped_early"]
+    resumed = resume(tmp_path / "part")
+    assert not lock_step or resumed["weights_sha256"] == whole["weights_sha256"]
 
 
 # Dynamic sampling

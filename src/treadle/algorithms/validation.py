@@ -21,8 +21,8 @@ def check(config: AlgorithmConfig, filtered_sampling: bool = False) -> None:
 def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[str]:
     """Return the section's problems, each naming the value and the fix. Raises ConfigError for an unknown name.
 
-    filtered_sampling: completions are sampled with top-k, top-p or min-p, so that `logp_rollout` refers to a truncated
-    distribution and rho is biased.
+    filtered_sampling: completions are sampled with top-k, top-p or min-p by an engine that does not report which tokens
+    were left (`Step.support`), so that `logp_rollout` refers to an unknown distribution and rho is biased.
     """
     advantage, loss = estimators.by_name(config.advantage), losses.by_name(config.policy_loss)
     return [
@@ -123,7 +123,10 @@ def _dynamic_sampling(config: AlgorithmConfig, advantage: Advantage) -> Iterator
 
 
 def _filtered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
-    reason = "with top_k, top_p or min_p the engine's log-probabilities refer to a truncated distribution"
+    reason = (
+        "with top_k, top_p or min_p this engine's log-probabilities refer to a truncated distribution, of which it "
+        "does not report the tokens (engine.kind=torch does)"
+    )
     if loss.anchor == "rollout":
         yield f"policy_loss {config.policy_loss!r} compares with them, but {reason}; choose ppo_clip or drop the filter"
     if config.correction.active:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from treadle.core.errors import EngineError
+from treadle.core.support import Support
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 
@@ -31,6 +32,7 @@ class Completion:
     policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: experts chosen while
     predicting each token (see `Step`). waited: seconds in the engine's queue. None: not reported.
     pinned: whether one version is meant to sample the whole session (`training.lora.pin_attempts`).
+    support: ids that could have been sampled at each token, where a filter left some out (see `Step`).
     """
 
     token_ids: Ids
@@ -40,6 +42,7 @@ class Completion:
     routing: Routing | None = None
     waited: float | None = None
     pinned: bool = False
+    support: Support | None = None
 
     def versions_per_token(self) -> Ids:
         """Return int32[C]. Raises EngineError unless the spans cover the completion exactly once."""

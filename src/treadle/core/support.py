@@ -47,12 +47,11 @@ class Support:
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int] | None]) -> Support | None:
-        """Return the support of tokens with these ids, None for all; None if no token has any."""
+    def of(cls, tokens: Sequence[Sequence[int] | NDArray[np.int32] | None]) -> Support:
+        """Return the support of tokens with these ids, None for all."""
         counts = [0 if ids is None else len(ids) for ids in tokens]
-        if not any(counts):
-            return None
-        return cls(np.array(counts, np.int32), np.concatenate([np.array(ids or (), np.int32) for ids in tokens]))
+        ids = [np.empty(0, np.int32), *(ids for ids in tokens if ids is not None)]
+        return cls(np.array(counts, np.int32), np.concatenate(ids))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[int, Support | None]]) -> Support | None:

@@ -297,7 +297,8 @@ class Step:
                     rows than tokens: the engine did not report it, or not for the last tokens
     calls           calls of other models between this step and the next; the first step also has those before it
     withheld        number of tool calls in the completion withheld from an agent that accepts one at a time
-    support         ids that could have been sampled at each token, where a filter left some out; None: every id could
+    support         ids that could have been sampled at each token, where a filter left some out; None: every id could,
+                    or the engine did not report it
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 

@@ -29,6 +29,10 @@ class Rules:
     top_k: Tensor | None
     top_p: Tensor | None
 
+    @property
+    def filters(self) -> bool:
+        return not (self.min_p is None and self.top_k is None and self.top_p is None)
+
 
 def rules(params: Sequence[SamplingParams], device: torch.device | None = None) -> Rules:
 
@@ -45,12 +49,13 @@ def rules(params: Sequence[SamplingParams], device: torch.device | None = None) 
     )
 
 
-def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample one token per row.
 
     logits float32[B, V], draws float64[B] in [0, 1).
-    Returns token ids int64[B] and logprobs float32[B] under the actual sampling distribution, after temperature and
-    filters; 0 for a greedy token, which is certain. Raises EngineError for logits that are not finite.
+    Returns token ids int64[B], logprobs float32[B] under the actual sampling distribution, after temperature and
+    filters, 0 for a greedy token, which is certain, and the tokens that filters kept, bool[B, V], None without any.
+    Raises EngineError for logits that are not finite.
     """
     logprobs = processed_logprobs(logits, how)
     # float64, because a float32 CDF moves the boundaries between tokens by up to 7e-5.
@@ -68,7 +73,8 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
     if how.greedy is not None:
         ids = torch.where(how.greedy, logits.argmax(-1), ids)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
-    return ids, chosen if how.greedy is None else torch.where(how.greedy, 0.0, chosen)
+    kept = logprobs.isfinite() if how.filters else None
+    return ids, chosen if how.greedy is None else torch.where(how.greedy, 0.0, chosen), kept
 
 
 def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:

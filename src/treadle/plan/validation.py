@@ -65,15 +65,22 @@ def check_settings(config: RunConfig) -> None:
                 "of them to another"
             )
     check_name("placements", config.placement.kind, "placement.kind")
-    check_algorithm(config.algorithm, config.training, config.rollout.filters)
+    unknown = config.rollout.filters and config.engine.kind != "torch"  # the embedded engine reports supports
+    check_algorithm(config.algorithm, config.training, unknown)
     section = config.algorithm.distillation
     if section is not None and section.context is not None:
         load_context(section.context)
-    if config.teacher is not None and config.teacher.url is not None and config.rollout.temperature != 1:
-        raise ConfigError(
-            f"rollout.temperature is {config.rollout.temperature:g}, but a vLLM server scores prompts only at 1; set "
-            "it to 1, or give the teacher as a path"
-        )
+    if config.teacher is not None and config.teacher.url is not None:
+        if config.rollout.temperature != 1:
+            raise ConfigError(
+                f"rollout.temperature is {config.rollout.temperature:g}, but a vLLM server scores prompts only at 1; "
+                "set it to 1, or give the teacher as a path"
+            )
+        if config.rollout.filters:
+            raise ConfigError(
+                "rollout.top_k, top_p or min_p is set, but a vLLM server scores prompts over the whole vocabulary; "
+                "leave the filter out, or give the teacher as a path"
+            )
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     check_rollout(config)

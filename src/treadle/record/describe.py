@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.outcomes import rejection, was_played
+from treadle.core.support import Support
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Step
 from treadle.packing.breaks import Relation, relations
@@ -30,15 +31,22 @@ _SHOWN = (
 
 def describe(step: Step) -> dict[str, Any]:
     """Return all fields of a step by name, with its sampling parameters and reward components; arrays stay arrays."""
-    own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sampling", "given")}
+    own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sampling", "given", "support")}
     return {
         **own,
+        **support_columns(step.support),
         **asdict(step.sampling),
         "components": dict(step.given.components),
         "token_rewards": step.given.tokens,
         "calls": [asdict(call) for call in step.calls],
         "chat": None if step.chat is None else asdict(step.chat),
     }
+
+
+def support_columns(support: Support | None) -> dict[str, Any]:
+    if support is None:
+        return {"support_sizes": None, "support_ids": None}
+    return {"support_sizes": support.counts, "support_ids": support.ids}
 
 
 def shown_steps(

@@ -17,11 +17,12 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.rewards import Reward
+from treadle.core.support import Support
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason
 from treadle.packing.compactions import RecordedCall
 from treadle.packing.flat import PackedCall
-from treadle.record.describe import describe
+from treadle.record.describe import describe, support_columns
 from treadle.record.ledger_reader import LEDGER, OPEN_SHARD, LedgerReader, trace_file
 
 _BATCH = 512  # steps read at a time
@@ -57,6 +58,8 @@ STEP_SCHEMA = pa.schema(
         **_SAMPLING,
         "routing": pa.binary(),  # int16, little-endian: reading a list would make a Python object per number
         "routing_shape": pa.list_(pa.int32()),
+        "support_sizes": pa.list_(pa.int32()),  # `Support`; null: every id could be sampled
+        "support_ids": pa.list_(pa.int32()),
         "components": pa.map_(pa.string(), pa.float64()),
         "token_rewards": pa.list_(pa.float32()),
         # Missing in older runs.
@@ -66,7 +69,9 @@ STEP_SCHEMA = pa.schema(
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
-_OF_COMPLETION = ("completion_ids", "logprobs", "policy_versions", "stop_reason", "routing", "routing_shape")
+_SUPPORT = ("support_sizes", "support_ids")
+_ROUTING = ("routing", "routing_shape")
+_OF_COMPLETION = ("completion_ids", "logprobs", "policy_versions", "stop_reason", *_ROUTING, *_SUPPORT)
 _COMPLETION = pa.schema([STEP_SCHEMA.field(name) for name in _OF_COMPLETION])
 _TOKENS: Mapping[str, type[np.generic]] = {
     "prompt_ids": np.int32,
@@ -114,6 +119,7 @@ def packed_completion(completion: Completion) -> bytes:
         "policy_versions": completion.versions_per_token(),
         "stop_reason": completion.stop_reason,
         **_routing_columns(completion.routing),
+        **support_columns(completion.support),
     }
     return _packed(row, _COMPLETION)
 
@@ -130,6 +136,7 @@ def completion_of(packed: bytes) -> Completion:
         stop_reason=StopReason(row["stop_reason"]),
         policy_versions=tuple(spans),
         routing=_routing(row),
+        support=_support(row),
     )
 
 
@@ -206,9 +213,10 @@ def token_arrays(column: pa.ListArray) -> list[Any]:
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     for batch in table.combine_chunks().to_batches():
-        arrays = zip(*(token_arrays(batch.column(name)) for name in _TOKENS), strict=True)
-        for row, tokens in zip(batch.drop_columns(list(_TOKENS)).to_pylist(), arrays, strict=True):
-            yield {**row, **dict(zip(_TOKENS, tokens, strict=True))}
+        lists = [*_TOKENS, *_SUPPORT]
+        arrays = zip(*(token_arrays(batch.column(name)) for name in lists), strict=True)
+        for row, tokens in zip(batch.drop_columns(lists).to_pylist(), arrays, strict=True):
+            yield {**row, **dict(zip(lists, tokens, strict=True))}
 
 
 def step_row(step: Step) -> dict[str, Any]:
@@ -235,6 +243,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
         **{**plain, **converted},
         sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
         routing=_routing(row),
+        support=_support(row),
         given=Reward(dict(row["components"]), row["token_rewards"]),
         calls=tuple(map(_call, row.get("calls") or ())),
         withheld=row.get("withheld") or 0,
@@ -252,6 +261,11 @@ def _routing(row: Mapping[str, Any]) -> Routing | None:
     if (recorded := row.get("routing")) is None:
         return None
     return np.frombuffer(recorded, "<i2").reshape(row["routing_shape"]).astype(np.int16)
+
+
+def _support(row: Mapping[str, Any]) -> Support | None:
+    sizes, ids = (row.get(name) for name in _SUPPORT)
+    return None if sizes is None or ids is None or not len(sizes) else Support(sizes, ids)
 
 
 def _call(text: str) -> ModelCall:

@@ -327,6 +327,7 @@ class Session:
                 dropped=dropped,
                 summary=options.summary,
                 routing=completion.routing,
+                support=completion.support,
             )
             return self._steps[number]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.support import Support
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
@@ -65,6 +66,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routing: list[Routing] = field(default_factory=list)
+    kept: list[Ids | None] = field(default_factory=list)
     ended: StopReason | None = None
 
     def position(self) -> int:
@@ -84,6 +86,7 @@ class _Row:
             policy_versions=tuple(VersionSpan(v, a, b) for (v, a), b in zip(self.starts, ends, strict=True) if a < b),
             routing=np.stack(self.routing) if self.routing else None,
             waited=self.waited,
+            support=Support.of(self.kept) if self.call.sampling.truncates else None,
         )
 
 
@@ -315,13 +318,16 @@ class Batch:
     def _append(self, rows: Sequence[_Row], predicted: Predicted, how: Rules, numbers: list[int]) -> None:
         draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(self._model.samples_on)
         self._drawn += 1
-        ids, logprobs = sample(predicted.logits.to(self._model.samples_on), how, draws)
+        ids, logprobs, kept = sample(predicted.logits.to(self._model.samples_on), how, draws)
+        supports = [None] * len(rows) if kept is None else _supports(kept, ids)
         routing = None if predicted.routing is None else predicted.routing.cpu().numpy()
         for number, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
             if row.ended is not None:
                 continue
             row.tokens.append(token)
             row.logprobs.append(min(logprob, 0.0))
+            if row.call.sampling.truncates:
+                row.kept.append(supports[number])
             if routing is not None:
                 row.routing.append(routing[number])
             self.counters.sampled += 1
@@ -334,6 +340,15 @@ class Batch:
         self._cached.release(row.cached, row.cached_ids())
         self.finished.append((row.call, row.completion(reason)))
         row.ended = reason
+
+
+def _supports(kept: Tensor, sampled: Tensor) -> list[Ids | None]:
+    """Return the kept ids of each row, None for all. kept bool[B, V]; sampled int64[B]: belong to them."""
+    kept = kept.scatter(1, sampled[:, None], True)
+    sizes = kept.sum(1)
+    ids = kept.nonzero()[:, 1].int().cpu().numpy()
+    parts = np.split(ids, sizes.cumsum(0)[:-1].cpu().numpy())
+    return [None if len(part) == kept.shape[1] else part for part in parts]
 
 
 class StopStrings:
