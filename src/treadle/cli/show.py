@@ -217,12 +217,15 @@ def shown_tokens(tokens: dict[str, Any]) -> str:
 
 def _token_table(tokens: list[dict[str, Any]]) -> Table:
     traced = any(token["learner_logprob"] is not None for token in tokens)
-    more = ("learner", "ratio", "clipped", "entropy") if traced else ()
+    filtered = any(token.get("possible") for token in tokens)
+    more = (*(("possible",) * filtered), *(("learner", "ratio", "clipped", "entropy") if traced else ()))
     table = make_table("#", "id", "token", "mask", "logprob", "advantage", "version", *more, text=("token",))
     for number, token in enumerate(tokens):
         row = (str(number), str(token["id"]), (repr(token["text"]), "bold cyan" if token["mask"] else ""))
         logprob = f"{round(token['logprob'], 4) + 0.0:.4f}"
         figures = [logprob, _figure(token["advantage"], ".4f"), str(token["policy_version"])]
+        if filtered:
+            figures.append(_figure(token["possible"], "d"))
         if traced:
             logprob, ratio, entropy = (_figure(token[name], ".4f") for name in ("learner_logprob", "ratio", "entropy"))
             figures += [logprob, ratio, "-" if token["clipped"] is None else str(int(token["clipped"])), entropy]

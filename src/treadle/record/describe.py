@@ -110,6 +110,8 @@ def _columns(step: Step, advantage: float | None, trace: StepTrace | None) -> di
             columns["clipped"] = trace.clipped.tolist()
     elif advantage is not None:
         columns["advantage"] = [advantage if m else None for m in mask]
+    if step.support is not None:
+        columns["possible"] = [count or None for count in step.support.counts.tolist()]
     if step.given.tokens is not None:
         columns["reward"] = step.given.tokens.tolist()
     return columns

@@ -79,6 +79,7 @@ COLUMNS = (
     ("mask", "mask", "flag", "whether the token may be trained"),
     ("policy_version", "version", "steps", "version of the policy that sampled the token"),
     ("entropy", "entropy", "high", "entropy of the learner's distribution for the token, in nats"),
+    ("possible", "could be sampled", "high", "number of ids that filters left, the sampled one among them; none: all"),
     ("reward", "token reward", "diverging", "reward for this token alone"),
 )
 """(name, label, scale, help) of all values of a sampled token. Traces are recorded only for a share of the groups.
@@ -93,11 +94,11 @@ OF_TRACES = ("learner_logprob", "ratio", "clipped", "entropy")
 def columns_of(recorded: Iterable[str], split: str) -> list[Json]:
     """Return the columns to show, given the names recorded for any step.
 
-    In training, columns that could have been recorded are shown as missing; few environments reward single tokens.
+    In training, columns that could have been recorded are shown as missing; few runs have filters or reward tokens.
     """
     names = set(recorded)
     return [
         {"name": name, "label": label, "help": text, "scale": scale, "is_recorded": name in names}
         for name, label, scale, text in COLUMNS
-        if name in names or (split == "train" and name != "reward")
+        if name in names or (split == "train" and name not in ("reward", "possible"))
     ]
