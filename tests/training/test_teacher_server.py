@@ -25,7 +25,7 @@ from treadle.core.config_diff import changes
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.types import Group, Step
 from treadle.packing.flat import flatten
-from treadle.plan.validation import check_changes, check_settings
+from treadle.plan.validation import check_changes, check_config, check_playing, check_settings
 from treadle.rollout import chat_endpoint
 from treadle.training import teacher_server
 from treadle.training.teacher_server import TeacherServer, covering
@@ -39,13 +39,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scripted:
-    """failing: statuses of the first calls. renamed: an id that is another text here. asked: sequences that were."""
+    """failing: statuses of the first calls. renamed: an id that is another text here. asked: sequences that were.
+
+    keys: headers `Authorization` of all calls.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.tokenizer = model, AutoTokenizer.from_pretrained(str(TOKENIZER))
         self.failing: list[int] = []
         self.renamed: int | None = None
         self.asked: list[list[int]] = []
+        self.keys: set[str | None] = set()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/tokenize":
@@ -73,6 +77,7 @@ def serving(script: Scripted) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            script.keys.add(self.headers["Authorization"])
             status = script.failing.pop() if script.failing else 200
             answer = script.answer(self.path, body) if status == 200 else {"error": "out of order"}
             self.send_response(status)
@@ -178,6 +183,21 @@ def test_only_temperature_1_can_be_served_and_a_server_may_move() -> None:
     learner = make_learner(tiny(), AlgorithmConfig(distillation=DistillationConfig(teacher="T")))
     with pytest.raises(ConfigError, match=r"was sampled at 0\.8; sample at 1, or give a directory"):
         learner.teacher_scores(flatten(forked_groups()))
+
+
+def test_the_key_of_a_served_teacher_is_sent_and_only_training_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"url": "http://a", "model": "m", "api_key_env": "TREADLE_TEST_KEY"}
+    config = recipe("algorithm.distillation.teacher=big", f"models.big={json.dumps(model)}")
+    check_playing(config)
+    with pytest.raises(ConfigError, match=r"models\.big\.api_key_env: .* 'TREADLE_TEST_KEY' is not set"):
+        check_config(config)
+    monkeypatch.setenv("TREADLE_TEST_KEY", "secret")
+    check_config(config)
+    script = Scripted(tiny())
+    with serving(script) as url:
+        server = TeacherServer(url, model="m", api_key_env="TREADLE_TEST_KEY")
+        server.check(AutoTokenizer.from_pretrained(str(TOKENIZER)), 127, 0)
+    assert script.keys == {"Bearer secret"}
 
 
 def test_a_run_learns_from_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

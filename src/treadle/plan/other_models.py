@@ -42,8 +42,8 @@ _ANY_LENGTH = 2**31  # no limit of prompts here: the engine knows its context
 
 
 def check_models(config: RunConfig) -> None:
-    """Raise ConfigError for a missing model, key or package."""
-    for name, model in config.models.items():
+    """Raise ConfigError for a missing model, key or package, of models that are called."""
+    for name, model in config.called_models.items():
         if model.policy:
             if config.rewards.group is not None:
                 raise ConfigError(
@@ -51,18 +51,22 @@ def check_models(config: RunConfig) -> None:
                     "environment reward both (Finish.rewards)"
                 )
         elif model.path is not None:
-            if name not in config.called_models:
-                continue
             require_model(model.path, f"models.{name}.path")
             if config.placement.rollout.workers:
                 raise ConfigError(
                     f"models.{name}.path is loaded by the run's own process, and placement.rollout.workers play "
                     "elsewhere; serve it (`treadle serve`, or vLLM), and give its url"
                 )
-        elif importlib.util.find_spec("httpx") is None:
-            raise ConfigError(f"models.{name}.url needs httpx; {how_to_install('httpx')}")
-        elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
-            raise ConfigError(f"models.{name}.api_key_env: the environment variable {model.api_key_env!r} is not set")
+        else:
+            check_url(name, model)
+
+
+def check_url(name: str, model: OtherModelConfig) -> None:
+    """Raise ConfigError for a missing key or package of a model behind a URL."""
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError(f"models.{name}.url needs httpx; {how_to_install('httpx')}")
+    if model.api_key_env is not None and not os.environ.get(model.api_key_env):
+        raise ConfigError(f"models.{name}.api_key_env: the environment variable {model.api_key_env!r} is not set")
 
 
 def make_models(models: Mapping[str, OtherModelConfig]) -> dict[str, MakeModel]:

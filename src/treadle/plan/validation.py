@@ -15,7 +15,7 @@ from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.plan.config import RunConfig
-from treadle.plan.other_models import check_models
+from treadle.plan.other_models import check_models, check_url
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
 from treadle.rollout.random_calls import RANDOM_CALLS
@@ -41,9 +41,11 @@ def checks(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "tokenizer", partial(tokenizer_directory, model)
     yield "tokenizer", partial(require_template, model.chat_template, "model.chat_template")
     for setting, name in config.scoring.items():
-        if (path := config.models[name].path) is not None:
-            part = "teacher" if setting.endswith("teacher") else "reference"
-            yield part, partial(require_model, path, f"models.{name}.path")
+        part, scoring = "teacher" if setting.endswith("teacher") else "reference", config.models[name]
+        if scoring.path is None:
+            yield part, partial(check_url, name, scoring)
+        else:
+            yield part, partial(require_model, scoring.path, f"models.{name}.path")
     if isinstance(context := (model.build or {}).get("max_position_embeddings"), int):
         yield "model", partial(check_context, config, context)
     if warm_start is not None and warm_start.demonstrations != RANDOM_CALLS:
