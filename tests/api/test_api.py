@@ -17,14 +17,15 @@ from tests.runs import MODEL, SETTINGS, Interrupting, check_finished, query
 from tests.worlds import Quiet, user
 from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
+from treadle.core.config import Config
 from treadle.core.errors import DataError, RunError, TrainingStopped
 from treadle.data.table import rows_of
 from treadle.plan.config import config_of
 from treadle.record.recorded import RecordedTrajectory
 from treadle.record.run_directory import RunDirectory
 from treadle.report.progress import NotebookProgress
-from treadle.rollout.drivers.driver import AttemptDriver
-from treadle.rollout.drivers.outcome import Outcome
+from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
+from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session
 
@@ -305,6 +306,52 @@ def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> No
         treadle.evaluate(run, Short, "arithmetic", settings=COUNTS["held_out"], progress=Quiet())
     with pytest.raises(DataError, match="no tasks to evaluate"):
         treadle.evaluate(run, Short, [], progress=Quiet())
+
+
+class Padded(Short):
+    def __init__(self, bonus: float = 0.0) -> None:
+        self.bonus = bonus
+
+    async def step(self, text: str) -> EnvStep:
+        return EnvStep(reward=self.bonus, done=True)
+
+
+class Bonus(Config):
+    bonus: float = 0.0
+
+
+class Paying(AttemptDriver[Session]):
+    options_type = Bonus
+
+    def __init__(self, setup: DriverSetup, options: Bonus) -> None:
+        self.bonus = options.bonus
+
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        await session.chat(task.prompt)
+        session.reward_last(Reward({"bonus": self.bonus}))
+        return outcome_of(session.steps, None, user.cause)
+
+
+async def halving(task: Task, client: AsyncOpenAI) -> float:
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+    return 0.5
+
+
+@pytest.mark.parametrize(("player", "other"), [(Padded, Paying), (Paying, Padded)])
+def test_options_of_a_class_made_in_python_are_its_own(player: Any, other: Any, tmp_path: Path) -> None:
+    run, tasks = tmp_path / "run", [{"prompt": "be brief"}]
+    key, others = (f"{'driver' if each is Paying else 'environment'}_options" for each in (player, other))
+    with pytest.raises(ConfigError, match=f"{key}.*bonuss"):
+        train(run, player, settings={key: {"bonuss": 3.0}})
+    train(run, player, settings={key: {"bonus": 3.0}, "orchestration.updates": 1})
+    assert {row["reward"] for row in query(run, "SELECT reward FROM trajectories")} == {3.0}
+    assert treadle.evaluate(run, player, tasks, progress=Quiet()).result.reward_mean == 3.0
+    for graded in (lambda task, text: 0.5, halving):
+        assert treadle.evaluate(run, graded, tasks, progress=Quiet()).result.reward_mean == 0.5
+    given = {f"{others}.bonus": 4.0}
+    assert treadle.evaluate(run, other, tasks, settings=given, progress=Quiet()).result.reward_mean == 4.0
+    with pytest.raises(ConfigError, match=rf"{key}.bonus is 4\.0, the run was started with 3\.0"):
+        train(run, player, settings={key: {"bonus": 4.0}}, resume=True)
 
 
 def test_an_evaluation_whose_dump_is_taken_is_refused_before_it_plays(tmp_path: Path) -> None:

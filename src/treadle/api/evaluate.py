@@ -23,7 +23,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.plan.config import (
     RunConfig,
-    load_recipe,
+    recipe_data,
     recipe_names,
     without_source_options,
 )
@@ -92,7 +92,7 @@ class Evaluation:
 def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str | Path | None = None) -> Subject:
     """Return the checkpoint addressed by `run_or_recipe`; or a model, with a run's or recipe's configuration.
 
-    overrides: one of the player (`reward=my_rewards:reward`) replaces the recorded one.
+    overrides: one of the player (`reward=my_rewards:reward`) replaces that of another kind, with its options.
     model: directory, or address of another run. Needs no torch. Raises ConfigError or RunError if it is missing.
     """
     if touched := [o for o in overrides if o.startswith("model.")]:
@@ -118,10 +118,12 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
 def find_config(run_or_recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a run or recipe, ignoring its model. Raises ConfigError or RunError."""
     if (address := find_address(run_or_recipe)) is None:
-        return load_recipe(run_or_recipe, overrides)
-    run = RunDirectory.open(address.run)
-    data = without_source_options(without_player(run.config_data(), overrides), overrides)
-    return build(RunConfig, data, str(run.config_file), overrides)
+        data, source = recipe_data(run_or_recipe), run_or_recipe
+    else:
+        run = RunDirectory.open(address.run)
+        data, source = run.config_data(), str(run.config_file)
+    data = without_source_options(without_player(data, overrides), overrides)
+    return build(RunConfig, data, source, overrides)
 
 
 def held_out_inputs(subject: Subject) -> Inputs:

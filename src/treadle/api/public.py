@@ -215,7 +215,10 @@ def evaluate(
         player = _player(environment)
         given = _source_or_tasks(tasks, "tasks")
         source = {"source": given if isinstance(given, str) else IN_MEMORY}
-        its_own = _overrides({**player.settings, "data.held_out": source})
+        named = {player.kind: player.name, "data.held_out": source}
+        # It has no options, and the run's environment may.
+        named |= {"environment_options": {}} if is_reward_function(environment) else {}
+        its_own = _overrides(named)
         subject = find_subject(str(run_or_recipe), [*its_own, *overrides], other)
         check_subject(subject)
         players = _players(subject.config, player)

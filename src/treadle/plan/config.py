@@ -298,8 +298,12 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     recipe's directory (`core.config.merge`; null removes a key). A file of tasks, there or in an override, drops the
     `options` of the source it replaces. The returned, and saved, configuration is complete.
     """
-    data = {"recipe": Path(recipe).stem, **read_recipe(recipe)}
-    return build(RunConfig, without_source_options(data, overrides), recipe, overrides)
+    return build(RunConfig, without_source_options(recipe_data(recipe), overrides), recipe, overrides)
+
+
+def recipe_data(recipe: str) -> dict[str, Any]:
+    """Return the data of a recipe, with its name, not validated. Raises ConfigError."""
+    return {"recipe": Path(recipe).stem, **read_recipe(recipe)}
 
 
 def config_of(run: RunDirectory, overrides: Sequence[str] = ()) -> RunConfig:

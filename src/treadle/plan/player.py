@@ -41,11 +41,6 @@ class Player:
             self.kind == "reward" or ":" in self.name or not self.name or self.name in registry.names(f"{self.kind}s")
         )
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """Return the settings that make it a recipe's player, instead of another."""
-        return {**dict.fromkeys(KINDS, ""), self.kind: self.name}
-
     def load(self) -> Any:
         """Return an environment's factory, an agent, or a driver's factory. Raises ConfigError."""
         name, options, made = self.name, self.options, self.made
