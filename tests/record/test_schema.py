@@ -35,7 +35,7 @@ def test_a_ledger_of_another_version_is_refused_in_one_sentence(tmp_path: Path) 
     Ledger(tmp_path / "ledger.sqlite").close()
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         database.execute("PRAGMA user_version = 7")
-    message = r"ledger\.sqlite is of another version of Treadle \(schema_version 7\); restore it"
+    message = rf"ledger\.sqlite has schema_version 7, and this Treadle reads {SCHEMA_VERSION} only; use the version of"
     with pytest.raises(RunError, match=message):
         LedgerReader(tmp_path / "ledger.sqlite").checkpoint_names()
     with pytest.raises(RunError, match=message):

@@ -48,6 +48,13 @@ def salvage(run: Path) -> str:
     )
 
 
+def other_version(what: str, version: object) -> RunError:
+    return RunError(
+        f"{what} has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the version of "
+        "Treadle that wrote it"
+    )
+
+
 def trace_file(version: int) -> str:
     """Return the name in `traces/` of the file with traces of groups of this `trained_version`."""
     return f"v{version:06d}.parquet"
@@ -101,8 +108,9 @@ class LedgerReader:
     def _check_version(self, db: sqlite3.Connection) -> None:
         [version] = db.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:
-            what = f"is of another version of Treadle (schema_version {version})" if version else "is empty"
-            raise RunError(f"the ledger {self.path} {what}; {self.remedy}")
+            if not version:
+                raise RunError(f"the ledger {self.path} is empty; {self.remedy}")
+            raise other_version(f"the ledger {self.path}", version)
 
     @contextmanager
     def _errors(self, what: str, remedy: str = "") -> Iterator[None]:

@@ -29,7 +29,7 @@ from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.text import checked_json, is_unfinished, parse_checked_json
 from treadle.record.ledger import Ledger
-from treadle.record.ledger_reader import LEDGER, SCHEMA_VERSION, LedgerReader, salvage
+from treadle.record.ledger_reader import LEDGER, SCHEMA_VERSION, LedgerReader, other_version, salvage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -70,10 +70,7 @@ def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a run's config.yaml without `schema_version`. source: file name. Raises RunError for another version."""
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise RunError(
-            f"{source}: the run has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the "
-            "version of Treadle that wrote it"
-        )
+        raise other_version(f"{source}: the run", version)
     return {key: value for key, value in data.items() if key != "schema_version"}
 
 
