@@ -113,8 +113,8 @@ async def test_another_name_is_an_error_that_names_those_there_are() -> None:
         trajectory = await played(Misnamed, {"user": url, "critic": url})
         unnamed = await played(Misnamed, {})
     assert trajectory.failure is not None and unnamed.failure is not None
-    assert trajectory.failure.message.endswith("no model 'usr' beside the policy; models names user, critic")
-    assert unnamed.failure.message.endswith("no model 'usr' beside the policy; the recipe names none (models)")
+    assert "no model 'usr' beside the policy; models names user, critic; a teacher and" in trajectory.failure.message
+    assert "no model 'usr' beside the policy; the recipe names none (models); a teacher" in unnamed.failure.message
 
 
 async def test_an_agent_program_calls_a_model_by_name() -> None:

@@ -72,7 +72,8 @@ class Models(dict[str, Model]):
 
     def __missing__(self, name: str) -> NoReturn:
         known = f"models names {', '.join(self)}" if self else "the recipe names none (models)"
-        raise ConfigError(f"there is no model {name!r} beside the policy; {known}")
+        scoring = "a teacher and a reference only score, and need another name to be called"
+        raise ConfigError(f"there is no model {name!r} beside the policy; {known}; {scoring}")
 
 
 def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]:
