@@ -30,9 +30,9 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 
 def run_report(options: argparse.Namespace) -> int:
-    console = Console()
+    console, directory = Console(), RunDirectory.open(options.run_directory)
     if options.failures:
-        ledger = RunDirectory.open(options.run_directory).ledger()
+        ledger = directory.ledger()
         ledger.prove()
         rows = ledger.failures()
         if options.json:
