@@ -13,7 +13,7 @@ from typing import Any
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import MANIFEST, WrittenFile, sha256_of
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """`schema_version` in config.yaml, `user_version` of the ledger."""
 
 LEDGER = "ledger.sqlite"
