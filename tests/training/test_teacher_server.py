@@ -19,8 +19,10 @@ pytest.importorskip("httpx")
 from tests.models import VOCABULARY, tiny
 from tests.runs import check_finished, start, updates
 from tests.training.reference import forked_groups, make_learner
+from tests.worlds import Quiet
 from tests.worlds import tiny as recipe
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig
+from treadle.api.sft import learn_demonstrations
 from treadle.core.config_diff import changes
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.types import Group, Step
@@ -28,6 +30,7 @@ from treadle.packing.flat import flatten
 from treadle.plan.validation import check_changes, check_config, check_playing, check_settings
 from treadle.rollout import chat_endpoint
 from treadle.training import teacher_server
+from treadle.training.config import WarmStartConfig
 from treadle.training.teacher_server import TeacherServer, covering
 
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
@@ -181,16 +184,24 @@ def test_only_temperature_1_can_be_served_and_a_server_may_move() -> None:
         check_settings(taught("http://a", "rollout.temperature=0.7"))
     check_changes(changes(taught("http://a"), taught("http://b")))
     learner = make_learner(tiny(), AlgorithmConfig(distillation=DistillationConfig(teacher="T")))
-    with pytest.raises(ConfigError, match=r"was sampled at 0\.8; sample at 1, or give a directory"):
+    with pytest.raises(ConfigError, match=r"was sampled at 0\.8; sample at 1, or give the teacher as a path"):
         learner.teacher_scores(flatten(forked_groups()))
 
 
-def test_the_key_of_a_served_teacher_is_sent_and_only_training_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_served_teacher_is_sent_and_only_training_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = {"url": "http://a", "model": "m", "api_key_env": "TREADLE_TEST_KEY"}
     config = recipe("algorithm.distillation.teacher=big", f"models.big={json.dumps(model)}")
     check_playing(config)
     with pytest.raises(ConfigError, match=r"models\.big\.api_key_env: .* 'TREADLE_TEST_KEY' is not set"):
         check_config(config)
+    (tmp_path / "lesson.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}'
+    )
+    lesson = WarmStartConfig(demonstrations=str(tmp_path / "lesson.jsonl"))
+    with pytest.raises(ConfigError, match=r"models\.big\.api_key_env: .* 'TREADLE_TEST_KEY' is not set"):
+        learn_demonstrations(config.model_copy(update={"warm_start": lesson}), tmp_path / "warm", Quiet())
     monkeypatch.setenv("TREADLE_TEST_KEY", "secret")
     check_config(config)
     script = Scripted(tiny())

@@ -38,7 +38,7 @@ def learn_demonstrations(config: RunConfig, directory: Path, progress: Progress)
     """
     assert config.warm_start is not None, "the configuration has a warm start"
     for part, check in checks(config):
-        if part in ("model", "tokenizer", "warm start"):
+        if part != "engine":
             check()
     inputs = load_data(config) if config.warm_start.demonstrations == RANDOM_CALLS else Inputs([], [])
     with loading(progress):

@@ -274,7 +274,7 @@ class Learner:
         if (other := batch.temperature[wanted & (batch.temperature != 1)]).size:
             raise ConfigError(
                 f"algorithm.distillation.teacher is a server, which scores at temperature 1, and a step was sampled at "
-                f"{other[0]:g}; sample at 1, or give a directory"
+                f"{other[0]:g}; sample at 1, or give the teacher as a path"
             )
         vocabulary = self.model.config.get_text_config().vocab_size
         count = 0 if top is None else top.count
