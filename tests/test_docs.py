@@ -32,18 +32,14 @@ from tests.worlds import END, plain_ids, play, user
 from treadle.algorithms.advantages import returns
 from treadle.algorithms.config import (
     AlgorithmConfig,
-    CispoConfig,
     CorrectionConfig,
     DistillationConfig,
-    DppoConfig,
-    GspoConfig,
     KlConfig,
-    PpoClipConfig,
-    SapoConfig,
 )
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
-from treadle.core.config import build, paths
+from treadle.algorithms.losses import by_name as policy_loss
+from treadle.core.config import Config, build, paths
 from treadle.core.errors import Cause
 from treadle.core.metrics import Level
 from treadle.core.outcomes import as_played
@@ -106,8 +102,8 @@ def test_the_recipe_with_a_teacher_is_valid(tmp_path: Path) -> None:
 def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() -> None:
     page = ROOT / "docs" / "algorithms.md"
     named = set(re.findall(r"`(?:algorithm\.)?([\w+]+)", page.read_text(encoding="utf-8")))
-    losses = (PpoClipConfig, GspoConfig, CispoConfig, SapoConfig, DppoConfig)
-    sections = (AlgorithmConfig, *losses, CorrectionConfig, KlConfig, DistillationConfig)
+    losses = [policy_loss(name).options_type for name in names("policy_losses")]
+    sections: list[type[Config]] = [AlgorithmConfig, *losses, CorrectionConfig, KlConfig, DistillationConfig]
     options = {name for section in sections for name in section.model_fields}
     assert {*names("advantages"), *names("policy_losses"), *ESTIMATORS, *options} - {"scope"} <= named
     assert set(get_args(AlgorithmConfig.model_fields["reduction"].annotation)) <= named

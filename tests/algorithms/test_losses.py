@@ -108,7 +108,7 @@ CASES = [(name, options) for name in REFERENCES for options in OPTIONS.get(name,
 
 
 def test_every_registered_policy_loss_has_a_reference() -> None:
-    assert set(REFERENCES) == set(names("policy_losses"))
+    assert set(REFERENCES) == set(names("policy_losses")), "`make lint` installs new entry points"
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests.models import exact, full, make_group, random_groups, same_bits, step_logprobs, tiny, weights_of
 from tests.training import reference
 from tests.training.reference import LAYOUTS, LOSSES, forked_groups
+from treadle.algorithms import losses
 from treadle.algorithms.config import AlgorithmConfig, PpoClipConfig
 from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Group, Step
@@ -97,6 +98,7 @@ def _ratio(name: str, step: Step, new: NDArray[np.float64], old: NDArray[np.floa
         case "dppo" | "importance_sampling":
             return np.where(step.mask, np.exp(new - step.logprobs.astype(np.float64)), 1.0)
         case _:
+            assert losses.by_name(name).ratio is None, f"name the ratio of {name} here"
             return None
 
 

@@ -76,8 +76,8 @@ class PolicyLoss:
     couples: a token's loss depends on other tokens' log-probabilities, as with one ratio per trajectory; it is then
     computed over the whole update at once.
     anchor: policy in the ratio's denominator; `old` costs a forward pass before the first of several updates.
-    ratio, clipped: (logp, tokens, options) -> ratio to the anchor [N], and whether the loss bounds it, bool[N]; for
-    metrics and traces.
+    ratio, clipped: (logp, tokens, options) -> ratio to the anchor [N], and whether the loss cuts off a gradient that is
+    not 0 (cispo: whether the weight is at its bound), bool[N]; for metrics and traces.
     """
 
     per_token: TokenFunction

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from treadle.rendering.texts import TokenTexts
 
 _NEWEST = 20
-_SHOWN = 60  # maximum characters shown of another model's reply
+_CHARACTERS = 60  # maximum characters shown of another model's reply
 _PERIOD = 1.0  # seconds between refreshes
 _SAMPLE = 0.3  # seconds for measuring CPU time initially
 _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version", "CPU", "memory")
@@ -188,7 +188,8 @@ def call_line(call: dict[str, Any]) -> str:
     """Return `user: 153 tokens read, 12 written, 0.41 s: 'Do you have it in blue?'`."""
     text = call["reply"]["content"]
     tokens = f"{call['prompt_tokens']} tokens read, {call['completion_tokens']} written"
-    return f"{call['model']}: {tokens}, {call['seconds']:.2f} s: {text[:_SHOWN]!r}{'...' * (len(text) > _SHOWN)}"
+    cut = "..." * (len(text) > _CHARACTERS)
+    return f"{call['model']}: {tokens}, {call['seconds']:.2f} s: {text[:_CHARACTERS]!r}{cut}"
 
 
 def relation_line(relation: dict[str, Any], step: int) -> str:

@@ -207,7 +207,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Return whether top-k, top-p or min-p truncate the distributionso that no forward pass yields its logprobs."""
+        """Return whether top-k, top-p or min-p truncate the distribution: logprobs are then over `Step.support`."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

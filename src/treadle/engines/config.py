@@ -54,7 +54,10 @@ class VLLMConfig(Config):
 
 
 class EngineConfig(Config):
-    """Configures the inference engine that samples."""
+    """Configures the inference engine that samples.
+
+    Options of the embedded engine are keys here, marked `torch:`; `options` are for vLLM and engines from outside.
+    """
 
     kind: str = Field(
         "torch",

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -175,16 +175,15 @@ def embedded_engine(spec: EngineSpec, model: PreTrainedModel) -> LocalEngine:
 
 
 def torch_options(spec: EngineSpec) -> TorchEngineOptions:
-    """Return the options of Treadle's own engine."""
+    """Return the options of Treadle's own engine: keys of `engine` by name, and what is known of the run."""
     config = spec.config
+    same = {f.name: getattr(config, f.name) for f in fields(TorchEngineOptions) if f.name in EngineConfig.model_fields}
+    settled = {"dtype": config.dtype_name, "lock_step": config.lock_step is not False}
     return TorchEngineOptions(
+        **{**same, **settled},
         stop_token_ids=spec.renderer.stop_ids,
         max_batch=config.batch,
-        cache_gib=config.cache_gib,
-        dtype=config.dtype_name,
         device=spec.device,
-        lock_step=config.lock_step is not False,
-        in_flight=config.in_flight,
         routing=spec.routing,
         pinned=spec.pinned,
     )

@@ -19,6 +19,7 @@ from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
 from treadle.engines.torch.model import CachedModel, Predicted
+from treadle.engines.torch.options import TorchEngineOptions
 
 Decode = Callable[[Sequence[int]], str]
 _UNFINISHED = "�"  # decoded text of an incomplete character
@@ -97,17 +98,10 @@ class Batch:
     cheaper. A call's samples do not depend on other calls, except for rounding.
     """
 
-    def __init__(
-        self,
-        model: CachedModel,
-        *,
-        stop_token_ids: Sequence[int],
-        decode: Decode | None,
-        max_batch: int,
-        cache_bytes: int,
-    ) -> None:
-        self._model, self._stop, self._decode, self._max_batch = model, frozenset(stop_token_ids), decode, max_batch
-        self._cached = CachedRows(cache_bytes, *model.cache_bytes())
+    def __init__(self, model: CachedModel, options: TorchEngineOptions, decode: Decode | None) -> None:
+        self._model, self._options, self._decode = model, options, decode
+        self._stop = frozenset(options.stop_token_ids)
+        self._cached = CachedRows(int(options.cache_gib * 2**30), *model.cache_bytes())
         self._rows: list[_Row] = []  # row i of the cache
         self._computed: list[int] = []  # the rows of `_rules`
         self._rules: Rules = rules([])
@@ -211,11 +205,11 @@ class Batch:
 
     def _room(self, live: Sequence[_Row], calls: Sequence[Call]) -> int:
         longest = max((row.call.positions for row in live), default=0)
-        for number, call in enumerate(calls[: self._max_batch - len(live)]):
+        for number, call in enumerate(calls[: self._options.max_batch - len(live)]):
             longest = max(longest, call.positions)
             if (number or live) and not self._cached.fits(len(live) + number + 1, longest):
                 return number
-        return min(len(calls), self._max_batch - len(live))
+        return min(len(calls), self._options.max_batch - len(live))
 
     def _row(self, call: Call) -> _Row:
         stop = call.sampling.stop

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -96,9 +95,8 @@ class TorchEngine:
         self._model = engine_model(model, dtype, options.prefill_tokens, options.routing, options.device)
         self.limits = Limits(self._model.vocabulary, self._model.context, self._model.slow)
         self.limits.warn_of_slowness()
-        self._make_batch = partial(Batch, self._model, stop_token_ids=options.stop_token_ids, decode=decode)
-        self._batch = self._make_batch(max_batch=options.max_batch, cache_bytes=int(options.cache_gib * 2**30))
-        self._can_decode = decode is not None
+        self._options, self._decode = options, decode
+        self._batch = Batch(self._model, options, decode)
         self._lock_step, self._recompute = options.lock_step, options.in_flight == "recompute"
         self._closed = self._asleep = False
         self._opened = 0
@@ -147,7 +145,7 @@ class TorchEngine:
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         self.limits.check_call(prompt_ids, sampling, session)
-        if sampling.stop and not self._can_decode:
+        if sampling.stop and self._decode is None:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
         call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt)
         request = _Request(session, call, asyncio.get_running_loop().create_future())
@@ -354,7 +352,7 @@ class TorchEngine:
         return finished
 
     def _compute_alone(self, call: Call) -> Completion:
-        batch = self._make_batch(max_batch=1, cache_bytes=0)
+        batch = Batch(self._model, replace(self._options, max_batch=1, cache_gib=0.0), self._decode)
         batch.version = self._batch.version
         batch.join([call])
         while batch.live:
