@@ -33,7 +33,7 @@ from tests.training.ranks.test_checkpoints import train, trainer_of
 async def main():
     trainer = trainer_of(2)
     await train(trainer, 0)
-    print(*trainer._processes.pids, flush=True)
+    print(*(worker.process.pid for worker in trainer._processes._workers), flush=True)
     for number in itertools.count():
         await trainer.save(Path(sys.argv[1]) / f"step-{number}")
 
