@@ -1,16 +1,15 @@
 """`notes`: its tasks, what an agent must do to solve them, and what the demonstrations show of it."""
 
-import asyncio
 import re
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 
+from tests.envs.kit import contents, play
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Message, Task
 from treadle.envs import lookup, notes
-from treadle.envs.base import INTRODUCTION, EnvStep
+from treadle.envs.base import INTRODUCTION
 from treadle.envs.notes import Notes, demonstration, tasks
 from treadle.models.chat import load_chat
 from treadle.plan.config import load_recipe
@@ -18,19 +17,6 @@ from treadle.training.demonstrations import demonstrated_calls
 
 SEARCH = "<search>page</search>"
 RECIPE = load_recipe("notes-small")
-
-
-def play(task: Task, *replies: str) -> list[EnvStep]:
-    async def episode() -> list[EnvStep]:
-        environment = Notes()
-        assert await environment.reset(task) == task.prompt
-        return [await environment.step(text) for text in replies]
-
-    return asyncio.run(episode())
-
-
-def read(steps: Sequence[EnvStep]) -> list[str]:
-    return [message["content"] for step in steps for message in step.observations]
 
 
 def facts(text: str) -> list[tuple[str, str]]:
@@ -42,8 +28,8 @@ def facts(text: str) -> list[tuple[str, str]]:
 def test_one_page_a_search_then_the_question_again_and_again_and_the_answer_is_on_a_page() -> None:
     for task in tasks("train", 30):
         number, asked = task.extras["pages"], task.extras["asked"]
-        *searches, end = play(task, *[SEARCH] * (number + 2), f"<answer> {task.ground_truth}</answer>")
-        texts = read(searches)
+        *searches, end = play(Notes(), task, *[SEARCH] * (number + 2), f"<answer> {task.ground_truth}</answer>")
+        texts = contents(searches)
         assert texts[number:] == [f"What is the {asked}?"] * 2
         pages = [facts(page) for page in texts[:number]]
         names = [{name for name, _ in page} & {*notes.ASKED} for page in pages]
@@ -66,17 +52,17 @@ def test_what_earns_nothing() -> None:
         "format": [f"{SEARCH} and more"],
     }
     for how, replies in ends.items():
-        end = play(task, *replies)[-1]
+        end = play(Notes(), task, *replies)[-1]
         assert (end.reward, end.done, end.info["ended"], end.info["invalid"]) == (0.0, True, how, how == "format")
     with pytest.raises(DataError, match="needs seed, attributes, asked in extras"):
-        play(Task("t", task.prompt, "notes", "1"))
+        play(Notes(), Task("t", task.prompt, "notes", "1"))
 
 
 def test_kinds_take_turns_and_no_held_out_pages_are_trained_on() -> None:
     held_out, train = tasks("held_out", 90), [task for seed in range(3) for task in tasks("train", 90, seed)]
     assert Counter(task.extras["pages"] for task in held_out) == {4: 30, 5: 30, 6: 30}
     assert {task.extras["pages"] for task in tasks("train", 9, pages=(3, 6))} == {3, 6}
-    shown = [{tuple(read(play(task, SEARCH))) for task in split} for split in (held_out, train)]
+    shown = [{tuple(contents(play(Notes(), task, SEARCH))) for task in split} for split in (held_out, train)]
     assert [len(pages) for pages in shown] == [90, 270] and not shown[0] & shown[1]
     for pages in ((), (2,), (7,), 4, ("4",)):
         with pytest.raises(ConfigError, match="pages must be a list out of 3 to 6; got"):
@@ -128,7 +114,7 @@ def test_the_recipe_cannot_keep_all_pages_and_every_demonstration_fits() -> None
             assert len(completion) <= rollout.compaction.max_tokens
     for task in tasks("held_out", 30):
         turns: list[Message] = []
-        for text in read(play(task, *[SEARCH] * (task.extras["pages"] + 1))):
+        for text in contents(play(Notes(), task, *[SEARCH] * (task.extras["pages"] + 1))):
             turns += [Message(role="assistant", content=SEARCH), Message(role="tool", content=text)]
         last = Message(role="assistant", content=f"<answer> {task.ground_truth}</answer>")
         longest, _ = demonstrated_calls([*task.prompt, *turns, last], renderer)[-1]

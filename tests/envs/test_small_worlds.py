@@ -1,6 +1,5 @@
 """Generated worlds: what all of them promise of their tasks, and the two that need no file of their own."""
 
-import asyncio
 import importlib
 import re
 from collections import Counter
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.envs.kit import play
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.envs import arithmetic, phone_book
@@ -44,14 +44,6 @@ def test_impossible_tasks_and_demonstrations_are_refused(world: Any) -> None:
             if hasattr(world, "demonstration") and (world, name) != (arithmetic, "drill"):
                 with pytest.raises(ConfigError, match=f"{name} is a share and must lie between 0 and 1, got"):
                     world.demonstration(0, 0, **{name: value})
-
-
-def play(environment: Any, task: Task, *replies: str) -> list[EnvStep]:
-    async def episode() -> list[EnvStep]:
-        assert await environment.reset(task) == task.prompt
-        return [await environment.step(text) for text in replies]
-
-    return asyncio.run(episode())
 
 
 # ---- arithmetic

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.envs.kit import contents, play
 from treadle.core.types import Message, Task
 from treadle.envs.sql import small
 from treadle.envs.sql.environment import TextToSql
@@ -16,13 +17,11 @@ from treadle.envs.sql.small import ALL_PAIRS, GROUPS, PAIRS, PLACES, TABLES, VAL
 INDICES = st.integers(0, 10**6)
 
 
-def play(task: Task, replies: list[str]) -> tuple[list[str], float]:
+def attempt(task: Task, replies: list[str]) -> tuple[list[str], float]:
     """What the agent reads, and the reward of the last reply."""
-    environment = TextToSql(max_turns=small.MAX_TURNS)
-    environment.reset(task)
-    steps = [environment.step(reply) for reply in replies]
+    steps = play(TextToSql(max_turns=small.MAX_TURNS), task, *replies)
     assert steps[-1].done and isinstance(steps[-1].reward, float)
-    return [message["content"] for step in steps for message in step.observations], steps[-1].reward
+    return contents(steps), steps[-1].reward
 
 
 def tables_of(messages: Sequence[Message]) -> frozenset[str]:
@@ -58,12 +57,12 @@ def test_the_expert_reads_what_the_demonstration_shows_and_is_right(index: int, 
     question = draw_question(f"{split}/{index}", PAIRS[split], hops)
     task = Task("t", question.prompt(), "text_to_sql", question.gold(), {"script": question.world.script()})
     shown = small._attempt(question, question.column, through_link=hops == 2)
-    observed, reward = play(task, said(shown, "assistant"))
+    observed, reward = attempt(task, said(shown, "assistant"))
     assert reward == 1 and len(observed) == hops - 1
     assert observed == said(shown, "user")[1:]
     table = question.world.table_of(question.column)
     other = next(c for c in VALUES if c != question.column and c in question.world.columns[table])
-    assert play(task, said(small._attempt(question, other, through_link=hops == 2), "assistant"))[1] == 0
+    assert attempt(task, said(small._attempt(question, other, through_link=hops == 2), "assistant"))[1] == 0
 
 
 def test_two_hops_need_the_second_table() -> None:
@@ -72,7 +71,7 @@ def test_two_hops_need_the_second_table() -> None:
         content = task.prompt[1]["content"]
         column, first = content.splitlines()[1].split()[3], content.split()[-1].rstrip("?")
         reply = f"<think></think><solution>select {column} from {first}</solution>"
-        assert play(task, [reply])[1] == 0
+        assert attempt(task, [reply])[1] == 0
 
 
 def test_a_demonstration_is_mostly_blind_and_well_formed() -> None:
@@ -85,7 +84,7 @@ def test_a_demonstration_is_mostly_blind_and_well_formed() -> None:
             question = draw_question(f"demonstration/5/{index}", ALL_PAIRS, 3 - question.hops)
         assert messages[:2] == question.prompt()
         task = Task("t", messages[:2], "", question.gold(), {"script": question.world.script()})
-        observed, reward = play(task, said(messages, "assistant"))
+        observed, reward = attempt(task, said(messages, "assistant"))
         assert observed == said(messages, "user")[1:]
         rewards[reward] += 1
     assert set(rewards) == {0.0, 1.0}

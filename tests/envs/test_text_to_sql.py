@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.envs.kit import contents, play
 from tests.envs.sql_cases import CASES, DATABASE, DEVIATIONS, GOLD, MAX_TURNS, RIGHT, Case, asking, framed, solving
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Status, Task
@@ -28,27 +29,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(task: Task, replies: Sequence[str], **options: Any) -> list[EnvStep]:
-    """What the environment answers to each reply; all but the last may not end the attempt."""
-    environment = TextToSql(**{"max_turns": MAX_TURNS, **options})
-    assert environment.reset(task) == task.prompt
-    steps = [environment.step(reply) for reply in replies]
-    assert not any(step.done for step in steps[:-1])
-    return steps
+def answers(task: Task, replies: Sequence[str], **options: Any) -> list[EnvStep]:
+    return play(TextToSql(**{"max_turns": MAX_TURNS, **options}), task, *replies)
 
 
 def task_of(file: Path) -> Task:
     return Task("t", (), "text_to_sql", GOLD, {"database": str(file)})
 
 
-def contents(steps: Sequence[EnvStep]) -> list[str]:
-    messages = [message for step in steps for message in step.observations]
-    assert {message["role"] for message in messages} <= {"user"}
-    return [message["content"] for message in messages]
-
-
 def check(file: Path, case: Case) -> None:
-    steps = play(task_of(file), case.replies)
+    steps = answers(task_of(file), case.replies)
+    assert {message["role"] for step in steps for message in step.observations} <= {"user"}
     assert contents(steps) == [framed(text, MAX_TURNS - 1 - n) for n, text in enumerate(case.observations)]
     assert steps[-1].done and [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [case.reward]
 
@@ -68,7 +59,7 @@ def test_only_what_the_model_wrote_is_graded(file: Path, name: str) -> None:
 def test_a_query_that_takes_too_long(file: Path) -> None:
     endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
     replies = [asking(endless), solving(endless)]
-    first, last = play(task_of(file), replies, query_seconds=0.2, grading_seconds=0.2)
+    first, last = answers(task_of(file), replies, query_seconds=0.2, grading_seconds=0.2)
     assert contents([first]) == [framed(f"SQL Timeout:\n{endless}", 3)]
     assert first.info == {"queries": 1, "query_failed": True} and (last.reward, last.done) == (0.0, True)
 
@@ -79,7 +70,7 @@ def test_operations_are_counted_whatever_the_clock_says(file: Path) -> None:
     options = {"operations": 100_000, "query_seconds": 3600.0, "grading_seconds": 3600.0}
     for many, timed_out in ((100, False), (10**9, True)):
         query = counting.format(many)
-        first, last = play(task_of(file), [asking(query), solving(query)], **options)
+        first, last = answers(task_of(file), [asking(query), solving(query)], **options)
         assert ("SQL Timeout" in contents([first])[0]) is timed_out
         assert last.reward == 0.0
     with pytest.raises(ConfigError, match="operations"):
@@ -89,21 +80,21 @@ def test_operations_are_counted_whatever_the_clock_says(file: Path) -> None:
 def test_writes_text_that_is_no_utf_8_and_a_database_of_a_script(file: Path) -> None:
     """The published environment runs the first on the database itself, and reads an error for the second."""
     before = file.read_bytes()
-    first, last = play(task_of(file), [asking("DELETE FROM city"), solving("DELETE FROM city RETURNING name")])
+    first, last = answers(task_of(file), [asking("DELETE FROM city"), solving("DELETE FROM city RETURNING name")])
     assert contents([first]) == [framed("Error executing SQL: not authorized, db file: city.sqlite", 3)]
     assert last.reward == 0 and file.read_bytes() == before
     sql = "SELECT text FROM wide"  # as some columns of BIRD have it
     task = Task("t", (), "text_to_sql", sql, {"database": str(file)})
-    first, last = play(task, [asking(sql), solving(sql)])
+    first, last = answers(task, [asking(sql), solving(sql)])
     assert contents([first]) == [framed("  0\nA\N{REPLACEMENT CHARACTER}B", 3)] and last.reward == 1
     task = Task("t", (), "text_to_sql", GOLD, {"script": DATABASE})
-    first, last = play(task, [asking("SELECT * FROM town"), RIGHT])
+    first, last = answers(task, [asking("SELECT * FROM town"), RIGHT])
     assert contents([first]) == [framed("Error executing SQL: no such table: town, db file: :memory:", 3)]
     assert last.reward == 1
 
 
 def test_metrics(file: Path) -> None:
-    steps = play(task_of(file), [asking("SELECT 1"), "Hm.", asking("SELEC"), "<solution></solution>"])
+    steps = answers(task_of(file), [asking("SELECT 1"), "Hm.", asking("SELEC"), "<solution></solution>"])
     assert [step.info for step in steps] == [
         {"queries": 1, "query_failed": False},
         {"no_action": 1},
@@ -125,9 +116,9 @@ def test_an_attempt_whose_calls_are_over_before_its_turns_is_graded_as_it_stands
 def test_a_reference_that_fails_is_no_reward_at_all(file: Path) -> None:
     task = Task("t", (), "text_to_sql", "SELECT nothing", {"database": str(file)})
     with pytest.raises(TrajectoryFailure, match="the reference query failed") as caught:
-        play(task, [RIGHT])
+        answers(task, [RIGHT])
     assert caught.value.cause is Cause.VERIFIER
-    assert play(task, ["<solution>"] * MAX_TURNS)[-1].reward == -1  # nothing to compare it with
+    assert answers(task, ["<solution>"] * MAX_TURNS)[-1].reward == -1  # nothing to compare it with
 
 
 @pytest.mark.parametrize(
