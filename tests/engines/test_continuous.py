@@ -3,21 +3,20 @@ flight changes exactly what comes after it; whatever ends leaves nothing behind.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.engines.test_torch_engine import PROMPT, ids
-from tests.models import HYBRIDS, VOCABULARY, exact, full, tiny
+from tests.engines import kit
+from tests.engines.kit import CONTEXT, PROMPT, End, ids, lasting, moved, plain_logprobs, swapped, wanted_logprobs
+from tests.models import HYBRIDS, VOCABULARY, exact, tiny
 from tests.sources import make_engine, publish
 from tests.until import CEILING, until
 from treadle.core.engine import Completion
@@ -29,39 +28,10 @@ from treadle.models.weights import unique_weights
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take minutes
 
 
-CONTEXT = 1_000_000  # tokens, more than any machine computes in a test
-
-
-def lasting(seed: int = 0, **fields: Any) -> SamplingParams:
-    """Of a call that lasts until its test ends it: an `End` that has come, or a cancellation."""
-    return SamplingParams(**{"max_tokens": CONTEXT - 100, "seed": seed, **fields})
-
-
-class End:
-    """Decodes to nothing until `has_come` is set, and to the stop string from then on."""
-
-    STRING = ("the end",)
-
-    def __init__(self) -> None:
-        self.has_come = False
-
-    def __call__(self, tokens: Sequence[int]) -> str:
-        return "the end" if self.has_come else ""
-
-
 @asynccontextmanager
-async def serving(
-    model: PreTrainedModel | None = None, *, sessions: str = "", **options: Any
-) -> AsyncIterator[TorchEngine]:
-    """sessions: one letter for each that is open from the start."""
-    model = model or tiny(max_position_embeddings=CONTEXT)
-    engine = make_engine(model, **{"stop_token_ids": [0], **options})
-    for name in sessions:
-        engine.open_session(name)
-    try:
+async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
+    async with kit.serving(model or tiny(max_position_embeddings=CONTEXT), **{"lock_step": False, **options}) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 async def alone(model: PreTrainedModel, prompt: Ids, params: SamplingParams, **options: Any) -> Completion:
@@ -348,55 +318,6 @@ async def test_an_interrupted_engine_fails_its_calls_and_can_be_closed() -> None
 
 
 # Publication in flight
-
-
-def moved(model: PreTrainedModel, by: int) -> PreTrainedModel:
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(100 * by + number)
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    return model
-
-
-def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Completion) -> NDArray[Any]:
-    """Each token's logprob from the weights of its version, over keys that each older weights left behind."""
-    cache = DynamicCache(config=models[0].config)
-    versions = answer.versions_per_token()
-    feed, logprobs = prompt.astype(np.int64), []
-    with torch.no_grad():
-        for token, version in zip(answer.token_ids, versions, strict=True):
-            # by position: its name changes in transformers 5
-            logits = models[version](torch.from_numpy(feed)[None], None, None, cache, use_cache=True).logits[0, -1]
-            logprobs.append(float(logits.log_softmax(-1)[token]))
-            feed = np.array([token], np.int64)
-    return full(torch.tensor(logprobs))
-
-
-def plain_logprobs(model: PreTrainedModel, prompt: Ids, answer: Completion) -> NDArray[Any]:
-    """Each token's logprob as a learner with these weights has it, from one pass over the same ids."""
-    whole = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))
-    with torch.no_grad():
-        logits = model(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return full(logits.gather(1, whole[len(prompt) :, None])[:, 0])
-
-
-async def swapped(
-    engine: TorchEngine, end: End, models: Sequence[PreTrainedModel], prompts: Sequence[Ids]
-) -> list[Completion]:
-    """Calls during which all weights are published one after another."""
-    for number in range(len(prompts)):
-        engine.open_session(f"s{number}")
-    calls = [
-        asyncio.create_task(engine.generate(prompt, lasting(number, stop=End.STRING), session=f"s{number}"))
-        for number, prompt in enumerate(prompts)
-    ]
-    for version, model in enumerate(models):
-        if version:
-            await publish(engine, unique_weights(model), version)
-        before = engine.counters.sampled
-        await until(lambda: engine.counters.sampled >= before + 10 * len(prompts))  # noqa: B023
-    end.has_come = True
-    return list(await asyncio.gather(*calls))
 
 
 async def test_calls_in_flight_go_on_with_new_weights_over_their_cache() -> None:

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from tests.engines.kit import PROMPT, sampling
 from tests.forks import ForkedProcess
 from tests.models import VOCABULARY, tiny
 from tests.sources import publish
-from tests.until import CEILING, wait_until
+from tests.until import CEILING, alive, wait_until
 from treadle.core.config import build
 from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.errors import ConfigError, EngineError, PlacementError
@@ -35,7 +36,6 @@ from treadle.workers import child
 pytestmark = pytest.mark.xdist_group("engines_engine_process")  # what its tests share is made once
 
 T = TypeVar("T")
-PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
 
 
@@ -58,10 +58,6 @@ async def started(folder: Path, model: PreTrainedModel | None = None, **settings
         await engine.close()
 
 
-def sampling(seed: int = 0, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 6, "seed": seed, **fields})
-
-
 async def ticks(number: int) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
@@ -72,13 +68,6 @@ def pid_of(engine: RemoteEngine) -> int:
     [status] = engine.status()
     assert status.process is not None
     return status.process.pid
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # The same bits. Both engines are played the same, from beginning to end, so that their caches have one history.
@@ -105,7 +94,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         pid = pid_of(there)
         for engine in (here, there):
             runner.run(engine.close())
-    assert not is_running(pid)
+    assert not alive(pid)
 
 
 def bits(completions: list[Completion]) -> list[tuple[Any, ...]]:
@@ -261,7 +250,7 @@ async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_p
         await ticks(5)
         await engine.close()
         await engine.close()
-        assert not is_running(pid)
+        assert not alive(pid)
         for call in (running, engine.generate(PROMPT, sampling(), session="a"), engine.score(PROMPT)):
             assert await refused(call) == "the engine was closed"
 
@@ -313,9 +302,9 @@ def test_the_process_ends_with_one_that_is_killed_in_the_middle_of_a_wave(tmp_pa
     with ForkedProcess([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert is_running(pid)
+        assert alive(pid)
         parent.kill()
-    wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not alive(pid))
 
 
 def test_vllm_has_processes_of_its_own() -> None:

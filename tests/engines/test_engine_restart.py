@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.engines.test_engine_process import PROMPT, bits, is_running, pid_of, refused, sampling, started, ticks
+from tests.engines.kit import PROMPT, sampling
+from tests.engines.test_engine_process import bits, pid_of, refused, started, ticks
 from tests.forks import running
 from tests.models import tiny
 from tests.sources import publish
-from tests.until import CEILING, until
+from tests.until import CEILING, alive, until
 from tests.worlds import addresses, plain_renderer
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
@@ -48,7 +49,7 @@ async def killed(engine: RemoteEngine) -> None:
     pid = pid_of(engine)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: engine.is_down)
-    await until(lambda: not is_running(pid))
+    await until(lambda: not alive(pid))
 
 
 async def stopped(engine: RemoteEngine) -> None:
@@ -211,7 +212,7 @@ async def test_a_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
         assert len((await asyncio.wait_for(call, CEILING)).token_ids)
         assert len((await asyncio.wait_for(sampled(engine, "a"), CEILING))[0][0])
-        assert not is_running(stopped) and "did not answer for 4 s" in said[0]
+        assert not alive(stopped) and "did not answer for 4 s" in said[0]
 
 
 @pytest.mark.slow

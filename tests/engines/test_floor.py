@@ -1,33 +1,34 @@
 """Models whose layers cannot use the engine's cache are sampled call by call, with one of their own, and as exactly."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tests.engines.test_continuous import CONTEXT, End, moved, plain_logprobs, swapped, wanted_logprobs
-from tests.engines.test_continuous import serving as serving_as_they_come
-from tests.engines.test_torch_engine import (
+from tests.engines.kit import (
+    CONTEXT,
     PROMPT,
+    End,
     Script,
-    as_groups,
     ids,
+    learner_gap,
     logprobs,
+    moved,
+    plain_logprobs,
     random_scripts,
     recorded,
     sampling,
     serving,
+    swapped,
     texts,
+    wanted_logprobs,
 )
 from tests.models import ROW_FAMILIES, exact, random_groups, tiny
 from tests.models import quiet as quiet
 from tests.sources import publish
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.core.types import Step
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.floor import RowModel
 from treadle.engines.torch.kv_cache import KVCall
@@ -37,7 +38,6 @@ from treadle.engines.torch.pinned import PinnedEngine
 from treadle.models.config import LoraConfig
 from treadle.models.lora import add_adapters
 from treadle.models.weights import adapter_weights, unique_weights
-from treadle.packing.flat import flatten
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
 
@@ -62,14 +62,6 @@ REASONS = {
 WITHOUT = {"recurrent-gemma", "xlstm"}  # states in the layers themselves; a cache of other widths than these layers
 
 
-def gap(model: PreTrainedModel, played: Sequence[Sequence[Step]]) -> float:
-    """The largest difference from what the learner computes in rows, in nats."""
-    batch = flatten(as_groups(played))
-    assert len(batch) > 0
-    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
-    return float(np.abs(batch.logp_rollout - learner.logprobs(batch)).max())
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("family", list(ROW_FAMILIES))
 def test_it_says_why_once_and_reports_what_the_learner_computes(family: str) -> None:
@@ -82,7 +74,7 @@ def test_it_says_why_once_and_reports_what_the_learner_computes(family: str) -> 
         how = "each token with all before it" if family in WITHOUT else "with its own cache"
         assert re.search(f"call by call, {how}, which is slower: {REASONS[family]}", said)
         assert engine.counters.reused == 0 and not engine._batch._cached.cache.pasts
-        assert gap(model, played) < 1e-5
+        assert learner_gap(model, played) < 1e-5
 
 
 @pytest.mark.quick(2)
@@ -115,13 +107,13 @@ def test_a_cache_of_another_row_would_show(mutant: str, monkeypatch: pytest.Monk
     model = exact("jamba")
     scripts = [Script(PROMPT, seed=n, max_tokens=2 + 5 * n, observations=[ids(n)] * 2) for n in range(4)]
     played, _ = recorded(model, scripts, lock_step=False)
-    assert gap(model, played) < 1e-5 if mutant == "none" else gap(model, played) > 1e-3
+    assert learner_gap(model, played) < 1e-5 if mutant == "none" else learner_gap(model, played) > 1e-3
 
 
 def test_many_prompts_of_all_lengths_are_each_computed_whole() -> None:
     model, random = exact("jamba"), np.random.default_rng(0)
     scripts = [Script(random.integers(0, 32, 5 + n).astype(np.int32), seed=n) for n in range(20)]
-    assert gap(model, recorded(model, scripts)[0]) < 1e-5
+    assert learner_gap(model, recorded(model, scripts)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -139,10 +131,10 @@ def test_a_cache_that_computes_otherwise_is_not_used(right: bool, monkeypatch: p
     model = exact("minimax")
     played, engine = recorded(model, random_scripts(3))
     assert isinstance(engine._model, RowModel) and engine._model.keeps is right
-    assert gap(model, played) < 1e-5
+    assert learner_gap(model, played) < 1e-5
     if not right:
         monkeypatch.setattr(RowModel, "_own_cache_is_right", lambda self: True)
-        assert gap(model, recorded(model, random_scripts(3))[0]) > 1e-3
+        assert learner_gap(model, recorded(model, random_scripts(3))[0]) > 1e-3
 
 
 @pytest.mark.quick(1)
@@ -153,7 +145,7 @@ async def test_weights_change_between_two_tokens(family: str) -> None:
     prompts = [PROMPT, ids(9, 9), PROMPT[:3]]
     for in_flight in ("keep", "recompute"):
         end = End()
-        async with serving_as_they_come(models[0], stop_token_ids=[], decode=end, in_flight=in_flight) as engine:
+        async with serving(models[0], lock_step=False, stop_token_ids=[], decode=end, in_flight=in_flight) as engine:
             answers = await swapped(engine, end, models, prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert [span.version for span in answer.policy_versions] == [0, 1, 2]
@@ -213,4 +205,4 @@ def test_half_precision_stays_near(family: str) -> None:
     model, scripts = tiny(family), random_scripts(3)
     half, engine = recorded(model, scripts, dtype="bfloat16")
     assert engine._model.model.dtype == torch.bfloat16
-    assert gap(model, half) < 0.3
+    assert learner_gap(model, half) < 0.3

@@ -1,6 +1,5 @@
 """The engine tells the experts it chose, and routers choose the experts they are given."""
 
-import asyncio
 from itertools import chain
 from typing import Any
 
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.models import VOCABULARY, tiny
+from tests.engines.kit import Script, logprobs, random_ids, recorded, texts
+from tests.models import tiny
 from tests.sources import make_engine
-from treadle.core.engine import Completion
 from treadle.core.errors import ConfigError
-from treadle.core.types import Ids, SamplingParams
-from treadle.engines.torch.engine import TorchEngine
+from treadle.core.types import Ids
 from treadle.models.routing import Routers
 
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.0}
@@ -126,42 +124,16 @@ def test_models_that_cannot_be_told_are_refused(family: str, fields: dict[str, A
 # The engine
 
 
-def sampled(model: PreTrainedModel, prompts: list[list[Ids]], **options: Any) -> list[list[tuple[Ids, Completion]]]:
-    """Each session's prompts one after the other, each after all that came before it; (prompt, completion)."""
-
-    async def play(engine: TorchEngine, name: str, turns: list[Ids]) -> list[tuple[Ids, Completion]]:
-        done: list[tuple[Ids, Completion]] = []
-        prompt = np.empty(0, np.int32)
-        for number, turn in enumerate(turns):
-            prompt = np.concatenate([prompt, turn])
-            params = SamplingParams(max_tokens=3 + len(name) + number, seed=len(name) * 10 + number)
-            answer = await engine.generate(prompt, params, session=name)
-            done.append((prompt, answer))
-            prompt = np.concatenate([prompt, answer.token_ids])
-        engine.close_session(name)
-        return done
-
-    async def run() -> list[list[tuple[Ids, Completion]]]:
-        engine = make_engine(model, stop_token_ids=[0], **options)
-        names = ["s" * (1 + number) for number in range(len(prompts))]
-        for name in names:
-            engine.open_session(name)
-        try:
-            return list(await asyncio.gather(*(play(engine, n, p) for n, p in zip(names, prompts, strict=True))))
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
-
-
-def some_prompts() -> list[list[Ids]]:
+def some_scripts() -> list[Script]:
     random = np.random.default_rng(0)
-
-    def turn(low: int, high: int) -> Ids:
-        return random.integers(1, VOCABULARY, random.integers(low, high)).astype(np.int32)
-
-    opening = turn(4, 6)
-    return [[opening, turn(1, 4), turn(1, 4)], [opening, turn(1, 4)], [turn(1, 9)], [turn(2, 3), turn(1, 2)]]
+    opening, *turns = (random_ids(random, low, high) for low, high in [(4, 5), *[(1, 3)] * 3, (1, 8), (2, 2), (1, 1)])
+    first, second, third, alone, short, shorter = turns
+    return [
+        Script(opening, seed=0, observations=[first, second]),
+        Script(opening, seed=1, observations=[third]),
+        Script(alone, seed=2, max_tokens=3),
+        Script(short, seed=3, observations=[shorter]),
+    ]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe", "a dense layer first"])
@@ -173,19 +145,17 @@ def test_completions_tell_the_experts_of_the_tokens_they_were_predicted_from(
 ) -> None:
     """Of padded, shared and continued prompts, and of every sampled token but the last."""
     model = made(name)
-    played = sampled(model, some_prompts(), routing=True, **options)
-    for prompt, completion in (pair for session in played for pair in session):
-        count = len(completion.token_ids)
-        assert completion.routing is not None and completion.routing.dtype == np.int16
-        wanted = choices(model, np.concatenate([prompt, completion.token_ids]))[len(prompt) - 1 : -1]
-        assert completion.routing.shape == tuple(wanted.shape) == (count, len(routers_of(model)), 2)
-        assert np.array_equal(np.sort(completion.routing, -1), wanted.numpy())
+    played, _ = recorded(model, some_scripts(), routing=True, **options)
+    for step in chain.from_iterable(played):
+        assert step.routing is not None and step.routing.dtype == np.int16
+        wanted = choices(model, step.full_ids)[len(step.prompt_ids) - 1 : -1]
+        assert step.routing.shape == tuple(wanted.shape) == (len(step.completion_ids), len(routers_of(model)), 2)
+        assert np.array_equal(np.sort(step.routing, -1), wanted.numpy())
 
 
 def test_telling_changes_nothing_and_is_not_done_unasked() -> None:
     model = made("qwen3-moe")
-    told = sampled(model, some_prompts(), routing=True, lock_step=True)
-    plain = sampled(model, some_prompts(), lock_step=True)
-    for (_, a), (_, b) in zip(chain.from_iterable(told), chain.from_iterable(plain), strict=True):
-        assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
-        assert a.routing is not None and b.routing is None
+    (told, _), (plain, _) = (recorded(model, some_scripts(), routing=routing) for routing in (True, False))
+    assert texts(told) == texts(plain) and logprobs(told).tobytes() == logprobs(plain).tobytes()
+    assert all(step.routing is not None for step in chain.from_iterable(told))
+    assert all(step.routing is None for step in chain.from_iterable(plain))

@@ -11,17 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.engines.test_torch_engine import as_groups, random_ids
+from tests.engines.kit import learner_gap, random_ids, step_of
 from tests.models import DELTA, HYBRIDS, cached_logits, exact, step_logprobs, tiny
 from tests.sources import make_engine
-from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.engine import Engine
 from treadle.core.types import Ids, SamplingParams, Step
 from treadle.engines.torch import kv_cache
 from treadle.engines.torch.model import CachedModel
-from treadle.packing.flat import flatten
-from treadle.training.config import TrainingConfig
-from treadle.training.learner import Learner
 
 AT_ONCE, TURNS = 10, 5  # sessions of an engine, and their turns
 KINDS = [*HYBRIDS, "gpt-oss-half-sliding", "gemma2-half-sliding", "deepseek-latent", "glm4-moe-lite"]
@@ -57,10 +53,8 @@ class Talk:
             calls = [(prompt, self.sampling()) for prompt in self.prompts()]
             answers = await asyncio.gather(*[engine.generate(ids, how, session=name) for ids, how in calls])
             for (prompt, how), answer in zip(calls, answers, strict=True):
-                versions = answer.versions_per_token()
-                step = Step(prompt, answer.token_ids, answer.logprobs, versions, how, answer.stop_reason)
-                self.steps.append(step)
-                self.said.append(step.full_ids)
+                self.steps.append(step_of(prompt, answer, how))
+                self.said.append(self.steps[-1].full_ids)
         engine.close_session(name)
         return self.steps
 
@@ -98,13 +92,6 @@ def talked(model: PreTrainedModel, seed: int, kept: int | None = None) -> Talked
     return asyncio.run(run())
 
 
-def gap(model: PreTrainedModel, sessions: Sequence[Sequence[Step]]) -> float:
-    """Return the largest difference between what an engine reported and what the learner computes."""
-    batch = flatten(as_groups(sessions))
-    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
-    return float(np.abs(batch.logp_rollout - learner.logprobs(batch)).max())
-
-
 @torch.no_grad()
 def rounding(model: PreTrainedModel, sessions: Sequence[Sequence[Step]]) -> float:
     """Return the largest difference in transformers alone between token by token with its cache, and all at once."""
@@ -136,7 +123,7 @@ def test_whatever_sessions_do_what_they_report_is_what_the_learner_computes(
 ) -> None:
     model = make(family)
     sessions = [steps for seed in seeds for steps in talked(model, seed).sessions]
-    found = gap(model, sessions)
+    found = learner_gap(model, sessions)
     # engine and learner each split a sequence in more places than one
     assert found <= 1e-5 or (make is tiny and found <= 4 * rounding(model, sessions))
 
@@ -170,4 +157,4 @@ def unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hit_without_its_state_is_found(family: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = exact(family)
     mutant(monkeypatch)
-    assert gap(model, talked(model, 2).sessions) > 1e-3
+    assert learner_gap(model, talked(model, 2).sessions) > 1e-3

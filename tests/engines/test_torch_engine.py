@@ -3,9 +3,8 @@ depend on nothing but the call."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,143 +12,45 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
+from tests.engines.kit import (
+    PROMPT,
+    STOP,
+    Script,
+    ids,
+    learner_gap,
+    logprobs,
+    moved,
+    plain_gap,
+    play,
+    play_all,
+    random_ids,
+    random_script,
+    random_scripts,
+    recorded,
+    sampling,
+    serving,
+    texts,
+)
 from tests.models import (
     FAMILIES,
     HYBRIDS,
     SLIDING,
-    VOCABULARY,
     drawn_token,
     exact,
     full,
-    make_group,
-    step_logprobs,
     tiny,
 )
 from tests.sources import make_engine, publish
 from tests.until import CEILING, until
-from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import token_uniforms
-from treadle.core.engine import Completion, Engine
+from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
-from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason
+from treadle.core.types import Ids, SamplingParams, Step, StopReason
 from treadle.engines.torch import kv_cache
 from treadle.engines.torch.engine import TorchEngine
 from treadle.models.weights import unique_weights
-from treadle.packing.flat import flatten
-from treadle.training.config import TrainingConfig
 from treadle.training.forward import Forward
-from treadle.training.learner import Learner
-
-PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
-END = 0  # the stop token
-
-
-@asynccontextmanager
-async def serving(
-    model: PreTrainedModel | None = None, *, sessions: str = "", **options: Any
-) -> AsyncIterator[TorchEngine]:
-    """sessions: one letter for each that is open from the start."""
-    engine = make_engine(model or tiny(), **{"stop_token_ids": [END], "lock_step": True, **options})
-    for name in sessions:
-        engine.open_session(name)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def ids(*values: int) -> Ids:
-    return np.array(values, np.int32)
-
-
-def sampling(seed: int = 0, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 6, "seed": seed, **fields})
-
-
-@dataclass
-class Script:
-    """What a session does: its first prompt, its sampling, and what it makes of each reply (None: the end)."""
-
-    prompt: Ids
-    temperature: float = 1.0
-    seed: int = 0
-    observations: list[Ids] = field(default_factory=list)  # appended after each reply; then one more call
-    cuts: dict[int, int] = field(default_factory=dict)  # before call n, go back to the first so many tokens
-    max_tokens: int = 6
-    stop: tuple[str, ...] = ()
-
-
-async def play(engine: Engine, name: str, script: Script) -> list[Step]:
-    prompt, steps = script.prompt, list[Step]()
-    try:
-        for number in range(len(script.observations) + 1):
-            params = SamplingParams(script.temperature, script.max_tokens, script.stop, script.seed * 100 + number)
-            answer = await engine.generate(prompt, params, session=name)
-            assert answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
-            steps.append(
-                Step(prompt, answer.token_ids, answer.logprobs, answer.versions_per_token(), params, answer.stop_reason)
-            )
-            if number < len(script.observations):
-                prompt = np.concatenate([prompt, answer.token_ids])[: script.cuts.get(number + 1)]
-                prompt = np.concatenate([prompt, script.observations[number]])
-    finally:
-        engine.close_session(name)
-    return steps
-
-
-async def play_all(engine: Engine, scripts: Sequence[Script]) -> list[list[Step]]:
-    names = [f"s{number}" for number in range(len(scripts))]
-    for name in names:
-        engine.open_session(name)
-    return list(await asyncio.gather(*[play(engine, n, s) for n, s in zip(names, scripts, strict=True)]))
-
-
-def recorded(model: PreTrainedModel, scripts: Sequence[Script], **options: Any) -> tuple[list[list[Step]], TorchEngine]:
-    async def run() -> tuple[list[list[Step]], TorchEngine]:
-        async with serving(model, **options) as engine:
-            return await play_all(engine, scripts), engine
-
-    return asyncio.run(run())
-
-
-def as_groups(played: Sequence[Sequence[Step]]) -> list[Group]:
-    return [make_group([(steps, 1.0) for steps in played])]
-
-
-def random_ids(random: np.random.Generator, low: int, high: int) -> Ids:
-    return random.integers(0, VOCABULARY, random.integers(low, high + 1)).astype(np.int32)
-
-
-def random_script(random: np.random.Generator, prompt: Ids, turns: int, forks: bool) -> Script:
-    return Script(
-        prompt,
-        temperature=float(random.choice([0.4, 0.8, 1.0, 1.6])),
-        seed=int(random.integers(1 << 40)),
-        observations=[random_ids(random, 1, 5) for _ in range(turns - 1)],
-        cuts={n: int(random.integers(1, 12)) for n in range(1, turns) if forks and random.random() < 0.5},
-        max_tokens=int(random.integers(1, 9)),
-    )
-
-
-def random_scripts(seed: int, sessions: int = 5, turns: int = 4, forks: bool = True) -> list[Script]:
-    """Some share their first prompt, some have their own; they end after different numbers of turns."""
-    random = np.random.default_rng(seed)
-    shared = random_ids(random, 3, 9)
-    return [
-        random_script(random, shared if n % 2 else random_ids(random, 1, 14), int(random.integers(1, turns + 1)), forks)
-        for n in range(sessions)
-    ]
-
-
-def texts(played: Sequence[Sequence[Step]]) -> list[list[list[int]]]:
-    return [[step.completion_ids.tolist() for step in steps] for steps in played]
-
-
-def logprobs(played: Sequence[Sequence[Step]]) -> Ids:
-    return np.concatenate([step.logprobs for steps in played for step in steps])
-
 
 # What is reported is what the learner computes
 
@@ -168,11 +69,7 @@ def test_recorded_logprobs_are_the_learners(family: str, seed: int, max_batch: i
     """Random multi-turn sessions, several at once, some of which go back to an earlier prefix."""
     model = tiny(family) if family in FAMILIES else exact(family)
     played, _ = recorded(model, random_scripts(seed), max_batch=max_batch, prefill_tokens=prefill_tokens)
-    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
-    batch = flatten(as_groups(played))
-    assert len(batch) > 0
-    limit = 1e-4 if family in FAMILIES else 1e-5
-    np.testing.assert_allclose(batch.logp_rollout, learner.logprobs(batch), atol=limit, rtol=0)
+    assert learner_gap(model, played) <= (1e-4 if family in FAMILIES else 1e-5)
 
 
 @pytest.mark.quick(3)
@@ -181,10 +78,7 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass(family: str) -> Non
     """Against stock attention, long past the sliding windows, with every wave of another shape."""
     model = tiny(family)
     played, _ = recorded(model, random_scripts(5, sessions=7, turns=6, forks=False))
-    with torch.no_grad():
-        for step in (step for steps in played for step in steps):
-            wanted = full(step_logprobs(model, step)[0])
-            np.testing.assert_allclose(step.logprobs, wanted, atol=1e-4, rtol=0)
+    assert plain_gap(model, chain.from_iterable(played)) <= 1e-4
     assert max(len(step.full_ids) for steps in played for step in steps) > 20
 
 
@@ -197,10 +91,7 @@ def test_padding_leaves_nothing_behind_that_a_grown_cache_could_show(family: str
         Script(PROMPT[:2], seed=2, observations=[ids(*range(9)), ids(3), ids(*range(20))]),
         Script(ids(7), seed=3, observations=[ids(4, 4), ids(*range(12)), ids(5)]),
     ]
-    played, _ = recorded(model, scripts)
-    with torch.no_grad():
-        for step in (step for steps in played for step in steps):
-            np.testing.assert_allclose(step.logprobs, full(step_logprobs(model, step)[0]), atol=1e-4, rtol=0)
+    assert plain_gap(model, chain.from_iterable(recorded(model, scripts)[0])) <= 1e-4
 
 
 async def test_score_is_what_generate_reported() -> None:
@@ -222,10 +113,7 @@ def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
     assert {p.dtype for p in engine._model.model.parameters()} == {torch.bfloat16}
     for name, buffer in engine._model.model.named_buffers():
         assert torch.equal(buffer, model.get_buffer(name)), name
-    with torch.no_grad():
-        wanted = full(step_logprobs(model, played[0][0])[0])
-    gap = np.abs(played[0][0].logprobs - wanted)
-    assert 0 < gap.max() < 0.25
+    assert 0 < plain_gap(model, played[0]) < 0.25
 
 
 # It computes only what is new
@@ -275,9 +163,7 @@ def test_what_is_sampled_after_a_common_beginning_is_what_the_learner_computes(f
     together, engine = recorded(model, scripts)
     assert engine.counters.shared >= 4 * len(begin)
     assert texts(together) == texts([recorded(model, [script])[0][0] for script in scripts])
-    batch = flatten(as_groups(together))
-    learner = Learner(model, TrainingConfig(), AlgorithmConfig(), 1)
-    np.testing.assert_allclose(batch.logp_rollout, learner.logprobs(batch), atol=1e-4, rtol=0)
+    assert learner_gap(model, together) <= 1e-4
 
 
 async def test_the_cache_is_free_while_no_session_is_open() -> None:
@@ -387,16 +273,16 @@ async def test_greedy_is_the_argmax_and_certain() -> None:
 
 
 def test_a_stop_token_ends_the_completion_and_is_part_of_it() -> None:
-    played, _ = recorded(tiny(), [Script(PROMPT, seed=n, max_tokens=30) for n in range(40)], stop_token_ids=[END, 3])
+    played, _ = recorded(tiny(), [Script(PROMPT, seed=n, max_tokens=30) for n in range(40)], stop_token_ids=[STOP, 3])
     ended = 0
     for (step,) in played:
         tokens = step.completion_ids.tolist()
-        assert not {END, 3} & set(tokens[:-1])
+        assert not {STOP, 3} & set(tokens[:-1])
         if step.stop_reason is StopReason.STOP:
             ended += 1
-            assert tokens[-1] in (END, 3)
+            assert tokens[-1] in (STOP, 3)
         else:
-            assert step.stop_reason is StopReason.LENGTH and len(tokens) == 30 and tokens[-1] not in (END, 3)
+            assert step.stop_reason is StopReason.LENGTH and len(tokens) == 30 and tokens[-1] not in (STOP, 3)
     assert ended > 0
 
 
@@ -540,13 +426,6 @@ async def test_a_wave_that_fails_fails_its_calls_and_the_engine_goes_on() -> Non
 
 
 # Publication
-
-
-def moved(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.1)
-    return model
 
 
 @pytest.mark.parametrize("lock_step", [True, False])

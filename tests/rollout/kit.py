@@ -5,7 +5,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,11 +141,3 @@ with urllib.request.urlopen(request) as answer:
 def program(rest: str, **options: Any) -> Command:
     """An agent program that asks once, then does `rest`."""
     return Command([sys.executable, "-c", PROGRAM + textwrap.dedent(rest)], **options)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.kit import TASK, alive, overtime, play, played, program
-from tests.until import CEILING, until, wait_until
+from tests.rollout.kit import TASK, overtime, play, played, program
+from tests.until import CEILING, alive, until, wait_until
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status

@@ -1,7 +1,6 @@
 """Replayed experts: the learner computes what the engine computed, whatever its own routers would choose by now, and
 the same in every layout."""
 
-import asyncio
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from tests.engines.kit import Script, as_groups, ids, recorded
 from tests.engines.test_routing import choices
 from tests.models import (
     VOCABULARY,
@@ -23,24 +23,19 @@ from tests.models import (
     exact,
     full,
     gradients,
-    make_group,
     norm,
     ragged_groups,
     routed,
     step_logprobs,
     tiny,
 )
-from tests.sources import publish
 from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import advantages
 from treadle.algorithms.reductions import token_weights
 from treadle.core.errors import ConfigError
-from treadle.core.types import Group, Ids, SamplingParams, Step
-from treadle.engines.torch.engine import TorchEngine
-from treadle.engines.torch.options import TorchEngineOptions
+from treadle.core.types import Group, Ids, Step
 from treadle.models.routing import Routers
-from treadle.models.weights import unique_weights
 from treadle.packing.flat import distinct, flatten, replayed
 from treadle.packing.layout import Packing
 from treadle.training.forward import Forward
@@ -236,42 +231,11 @@ def test_experts_are_replayed_in_padded_rows_too() -> None:
 # What the engine computed
 
 
-def played(model: PreTrainedModel, prompts: Sequence[Ids], turns: int, **options: Any) -> list[Group]:
+def played(model: PreTrainedModel, prompts: Sequence[Ids], turns: int) -> list[Group]:
     """Trajectories of `turns` steps, an observation after each."""
-
-    async def one(engine: TorchEngine, name: str, prompt: Ids) -> list[Step]:
-        steps = []
-        for turn in range(turns):
-            params = SamplingParams(max_tokens=8, seed=10 * len(name) + turn)
-            answer = await engine.generate(prompt, params, session=name)
-            versions = answer.versions_per_token()
-            steps.append(
-                Step(
-                    prompt,
-                    answer.token_ids,
-                    answer.logprobs,
-                    versions,
-                    params,
-                    answer.stop_reason,
-                    routing=answer.routing,
-                )
-            )
-            prompt = np.concatenate([prompt, answer.token_ids, np.array([5, 6 + turn], np.int32)])
-        engine.close_session(name)
-        return steps
-
-    async def run() -> list[list[Step]]:
-        engine = TorchEngine(model, TorchEngineOptions([0], lock_step=True, routing=True, **options))
-        await publish(engine, unique_weights(model), 3)
-        names = ["s" * (1 + number) for number in range(len(prompts))]
-        for name in names:
-            engine.open_session(name)
-        try:
-            return list(await asyncio.gather(*(one(engine, n, p) for n, p in zip(names, prompts, strict=True))))
-        finally:
-            await engine.close()
-
-    return [make_group([(steps, float(i % 2)) for i, steps in enumerate(asyncio.run(run()))])]
+    observations = [ids(5, 6 + turn) for turn in range(turns - 1)]
+    scripts = [Script(p, seed=n, observations=observations, max_tokens=8) for n, p in enumerate(prompts)]
+    return as_groups(recorded(model, scripts, routing=True)[0])
 
 
 def rerouted(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.engines.kit import plain_gap, step_of
 from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, shared_files, sized, started, under_way
-from tests.models import step_logprobs
 from tests.runs import check_finished, recorded, start
 from treadle.core.config import build
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
-from treadle.core.types import SamplingParams, Step
+from treadle.core.types import SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.adapters import AdapterPublication, Exported
@@ -56,17 +56,7 @@ class Adapted:
 
     def gap(self, completion: Completion, version: int) -> float:
         """How far the log-probabilities are from those of a version."""
-        step = Step(
-            prompt_ids=PROMPT,
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            policy_versions=completion.versions_per_token(),
-            sampling=SamplingParams(),
-            stop_reason=completion.stop_reason,
-        )
-        with torch.no_grad():
-            expected, _ = step_logprobs(self.become(version), step)
-        return float(np.abs(expected.numpy() - completion.logprobs).max())
+        return plain_gap(self.become(version), [step_of(PROMPT, completion)])
 
 
 @asynccontextmanager
