@@ -87,7 +87,8 @@ class Run:
                 calls = None if plan.repeats else OpenCalls(ledger, start.calls, self.progress.log)
                 store = RunStore(directory, ledger, callbacks.rollout, calls)
                 shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, self.renderer.decode)
-                loop = Loop(plan.loop, self.trainer, weight_sync, runner, shaper, store, callbacks, start)
+                grammars = self.renderer.grammars
+                loop = Loop(plan.loop, self.trainer, weight_sync, runner, shaper, store, callbacks, start, grammars)
                 self.status.sources += [loop.scheduler.status, runner.status]
                 await self.runtime.check_engine(
                     engine, weight_sync, self.trainer, self.renderer, 10 * config.engine.tolerance

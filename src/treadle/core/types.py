@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -178,7 +178,8 @@ class SamplingParams:
     min_p: keep tokens with p >= min_p * max p. top_k: keep the k most probable tokens and any ties with the last of
     them (0: all). top_p: keep the fewest tokens with a total probability of at least p. They apply in this order
     (vLLM's), after temperature, each to the renormalized result of the previous one; logprobs refer to the final
-    distribution.
+    distribution. grammar: what the completion must follow, in llguidance's Lark (`rendering.grammars`); "": anything.
+    forbidden: ids that are not sampled. Both apply before temperature and filters.
     """
 
     temperature: float = 1.0
@@ -188,6 +189,8 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    grammar: str = ""
+    forbidden: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.temperature < float("inf")):
@@ -204,11 +207,42 @@ class SamplingParams:
             raise DataError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:
             raise DataError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if any(ident < 0 for ident in self.forbidden):
+            raise DataError(f"forbidden ids must be at least 0, got {min(self.forbidden)}")
+
+    @property
+    def constrains(self) -> bool:
+        """Return whether a grammar or forbidden ids leave out tokens: `Step.support` is then derived from these and
+        the tokens, unless filters left out others."""
+        return bool(self.grammar or self.forbidden)
 
     @property
     def truncates(self) -> bool:
         """Return whether top-k, top-p or min-p truncate the distribution: logprobs are then over `Step.support`."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the content of a reply must look like: `Form.json({"type": "object"})`, `Form("regex", "yes|no")`.
+
+    kind: `json` (text: a JSON schema), `regex`, `choice` (a JSON list of texts) or `grammar` (llguidance's Lark, or
+    llama.cpp's GBNF). where: what errors call it.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+    where: str = field(default="the form", compare=False)
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any], where: str = "the schema") -> Form:
+        """Return the form of JSON that a schema describes."""
+        return cls("json", json.dumps(schema), where)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], where: str = "the choice") -> Form:
+        """Return the form of one of these texts."""
+        return cls("choice", json.dumps(texts), where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +332,7 @@ class Step:
     calls           calls of other models between this step and the next; the first step also has those before it
     withheld        number of tool calls in the completion withheld from an agent that accepts one at a time
     support         ids that could have been sampled at each token, where a filter left some out; None: every id could,
-                    or the engine did not report it
+                    or those left by `sampling.grammar` and `.forbidden` alone, or the engine did not report it
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 

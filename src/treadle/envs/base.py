@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, ParamSpec, Protocol
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
-from treadle.core.types import Message, Status, Task, ToolCall
+from treadle.core.types import Form, Message, Status, Task, ToolCall
 
 P = ParamSpec("P")
 
@@ -120,6 +120,7 @@ class Environment(Protocol):
     models: the recipe's models beside the policy, for `async` methods: `await self.models["user"].chat(...)`.
     tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
     API. `ToolEnvironment` derives them from functions.
+    form: what the content of the next reply must look like, if anything; may change with every step.
     """
 
     task: Task
@@ -129,6 +130,7 @@ class Environment(Protocol):
     replayable: ClassVar[bool] = True
     models: Mapping[str, Model] = Models()
     tool_schemas: Sequence[Mapping[str, Any]] = ()
+    form: Form | None = None
 
     @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:

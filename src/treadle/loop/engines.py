@@ -171,7 +171,8 @@ def embedded_engine(spec: EngineSpec, model: PreTrainedModel) -> LocalEngine:
     the sessions.
     """
     options = torch_options(spec)
-    return make_engine(model, options, spec.renderer.decode, own_thread=not options.lock_step)
+    renderer = spec.renderer
+    return make_engine(model, options, renderer.decode, renderer.grammars, own_thread=not options.lock_step)
 
 
 def torch_options(spec: EngineSpec) -> TorchEngineOptions:

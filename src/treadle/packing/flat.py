@@ -94,7 +94,7 @@ class FlatBatch:
     @property
     def truncated(self) -> NDArray[np.bool_]:
         """Return bool[N]: whether `logp_rollout` refers to a truncated distribution, whose support is not recorded."""
-        unknown = [step.sampling.truncates and step.support is None for step in self.steps]
+        unknown = [(s.sampling.truncates or s.sampling.constrains) and s.support is None for s in self.steps]
         return np.repeat(np.array(unknown, np.bool_), np.diff(self.step_start))
 
 

@@ -108,7 +108,9 @@ class LocalModel:
             self.renderer = load_chat(config, began)[1]
             self._parse = self.renderer.parser(AUTO)
             options = TorchEngineOptions(self.renderer.stop_ids, max_batch=1, lock_step=False)
-            engine = TorchEngine(load_model(config, 0), options, decode=self.renderer.decode)
+            engine = TorchEngine(
+                load_model(config, 0), options, decode=self.renderer.decode, grammars=self.renderer.grammars
+            )
             self._engine, self._context = Alone(engine), engine.limits.context
 
     async def close(self) -> None:

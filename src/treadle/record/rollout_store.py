@@ -51,6 +51,8 @@ _SAMPLING = {
     "top_k": pa.int32(),
     "top_p": pa.float64(),
     "min_p": pa.float64(),
+    "grammar": pa.string(),
+    "forbidden": pa.list_(pa.int32()),
 }
 STEP_SCHEMA = pa.schema(
     {
@@ -241,7 +243,11 @@ def step_of(row: Mapping[str, Any]) -> Step:
     }
     return Step(
         **{**plain, **converted},
-        sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
+        sampling=SamplingParams(
+            **{name: row[name] for name in _SAMPLING if name not in ("stop", "forbidden")},
+            stop=tuple(row["stop"]),
+            forbidden=tuple(row["forbidden"]),
+        ),
         routing=_routing(row),
         support=_support(row),
         given=Reward(dict(row["components"]), row["token_rewards"]),

@@ -17,6 +17,7 @@ import numpy as np
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
 from treadle.rendering import replies
+from treadle.rendering.grammars import Grammars
 from treadle.rendering.identity import flat, parsed
 from treadle.rendering.probes import (
     PROBE,
@@ -170,6 +171,10 @@ class ChatRenderer:
     def vocabulary(self) -> int:
         """Size of the vocabulary: an exclusive bound of the ids."""
         return self._backend.get_vocab_size()
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars.of(self._backend, self._variables, self.stop_ids)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

@@ -49,10 +49,10 @@ None if it is incomplete. Raises Ambiguous for several readings, which more text
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")
 """Opening and closing tags of thoughts; the latter are Mistral's and Gemma's."""
-CALL, _CLOSE = "<tool_call>", "</tool_call>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(f"{CALL}|{THOUGHT}")
-_EITHER = re.compile(f"{CALL}|{_CLOSE}")
-_CLOSES = re.compile(_CLOSE)
+_EITHER = re.compile(f"{CALL}|{CALL_END}")
+_CLOSES = re.compile(CALL_END)
 _MAX_ENDS = 32  # closing tags to try per call
 _TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
 _PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
@@ -148,7 +148,7 @@ def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
 
     None if text is left over, or a value contains an incomplete call. Raises Ambiguous for a repeated key.
     """
-    if text.count(CALL) > text.count(_CLOSE):
+    if text.count(CALL) > text.count(CALL_END):
         return None
     pairs: list[tuple[str, str]] = []
     at = 0
@@ -331,7 +331,7 @@ class Parser:
         return message
 
 
-def _llama(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
+def llama_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
     """Read a call if it is the whole text and names a known tool; other JSON is an answer."""
     call = json_call(text.strip().removeprefix("<|python_tag|>"), tools)
     names = {tool["function"]["name"] for tool in tools}
@@ -342,7 +342,7 @@ FORMATS: dict[str, ReadCalls] = {
     "hermes": partial(tagged, read=json_call),
     "qwen_xml": partial(tagged, read=xml_call),
     "glm": partial(tagged, read=glm_call),
-    "llama": _llama,
+    "llama": llama_calls,
 }
 """Formats of tool calls, in the order tried by `auto`."""
 

@@ -19,10 +19,11 @@ from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ContextExceeded, DataError, EngineError, TokensExceeded
 from treadle.core.outcomes import computed_tokens, was_played
 from treadle.core.rewards import Reward
-from treadle.core.types import BreakCause, DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
+from treadle.core.types import BreakCause, DropReason, Form, Ids, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
+from treadle.rendering.forms import Turn, turn_grammar
 from treadle.rendering.identity import Prompt, Record
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
 from treadle.rollout.replay import AnsweredCall, Replay, request_digest
@@ -71,7 +72,8 @@ class CallOptions:
     """Options of one call, beside messages and tools.
 
     sampling_overrides: fields of SamplingParams set by the caller: `{"temperature": 0.2}`. tool_calls: whether to look
-    for tool calls in the reply. parallel_tool_calls: whether to return more than the first: the others are otherwise in
+    for tool calls in the reply. form: what its content must look like. tool_choice: `required` or a tool's name if it
+    must call one. parallel_tool_calls: whether to return more than the first: the others are otherwise in
     no later prompt, and `Step.withheld` counts them. template_kwargs, continue_final_message: for the chat template.
     Only for agent loops: max_tokens, max_input_tokens, parse: override the spec's and the session's. summary: marks the
     step. break_cause: why the conversation does not continue the previous one, if the loop knows better than its
@@ -80,6 +82,8 @@ class CallOptions:
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
     tool_calls: bool = True
+    form: Form | None = None
+    tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
@@ -211,9 +215,10 @@ class Session:
             self.notes |= {line: line for line in self._conversation.notes}
             if options.break_cause is not None:
                 prompt = replace(prompt, break_cause=options.break_cause)
+            begun = self._begun(prompt, options.parse or self.parse)
+            grammar = self._grammar(tools if options.tool_calls else (), options, bool(begun))
             number = self._numbered(prompt, options.max_input_tokens)
-        step, text, stop = await self._sample(number, prompt, options)
-        begun = self._begun(prompt, options.parse or self.parse)
+        step, text, stop = await self._sample(number, prompt, options, grammar)
         message = self._message(begun + text, tools if options.tool_calls else (), options, number)
         calls = message.get("tool_calls", [])
         if withheld := 0 if options.parallel_tool_calls else len(calls[1:]):
@@ -233,8 +238,9 @@ class Session:
         """
         async with self._order:
             rendered = Prompt(await _off_loop(len(prompt), self._raw.ids, prompt))
+            grammar = turn_grammar(Turn(options.form), plain, self.renderer.grammars)
             number = self._numbered(rendered)
-        step, text, stop = await self._sample(number, rendered, options)
+        step, text, stop = await self._sample(number, rendered, options, grammar)
         self._raw.record(step)
         return Reply(Message(role="assistant", content=text), step, number, stop, number)
 
@@ -299,9 +305,19 @@ class Session:
             raise ContextExceeded(len(prompt.ids), limit, self._context)
         return next(self._calls.numbers)
 
-    async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
+    def _grammar(self, tools: Sequence[Tool], options: CallOptions, begun: bool) -> str:
+        turn = Turn(options.form, tools, options.tool_choice, options.parallel_tool_calls, begun)
+        if options.continue_final_message and not turn.is_free:
+            raise DataError("a form or strict tools cannot be combined with a reply that continues the last message")
+        return turn_grammar(turn, options.parse or self.parse, self.renderer.grammars)
+
+    async def _sample(
+        self, number: int, prompt: Prompt, options: CallOptions, grammar: str
+    ) -> tuple[Step, str, str | None]:
         """Return step, text and stop string of a call."""
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
+        if grammar:
+            sampling = replace(sampling, grammar=grammar)
         if options.max_tokens is not None:
             sampling = replace(sampling, max_tokens=options.max_tokens)
         engine, replay = self._spec.engine, self._spec.replay
@@ -337,19 +353,22 @@ class Session:
                 await self._check_version(number, completion)
             else:
                 completion = recorded.completion
-            if not 0 < len(completion.token_ids) <= limit:
-                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were requested")
-            step = record(completion)
-            if replay and recorded is None:
-                replay.keep(AnsweredCall(number, request, completion))
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and not current.cancelling():
                 raise EngineError(f"step {number}: the engine cancelled the call by itself") from error
             nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), StopReason.ABORT, ())
             record(nothing, DropReason.CANCELLED)
             raise
+        try:
+            if not 0 < len(completion.token_ids) <= limit:
+                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were requested")
+            if sampling.constrains:
+                self.renderer.grammars.check(sampling, completion.token_ids)
+            step = record(completion)
         except DataError as error:
             raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error
+        if replay and recorded is None:
+            replay.keep(AnsweredCall(number, request, completion))
         text = self.renderer.text(step.completion_ids)
         end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
         return step, text[:end], stop

@@ -48,6 +48,7 @@ from treadle.training.forward import Forward
 from treadle.training.frozen import Frozen, Teacher
 from treadle.training.lm_head import MostProbable, make_value_head
 from treadle.training.metrics import (
+    FORCED_SHARE,
     GRADIENT_NORM,
     KL_COEF,
     LEARNING_RATE,
@@ -471,7 +472,8 @@ def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures
     moved = np.unique(group[trained & (advantage != 0)])
     still = ~np.isin(np.unique(group[trained]), moved)
     steps = measured("step", {SEQUENCES: [1] * len(lengths), LONGEST_ROW: lengths})
-    return steps + measured("task", {ZERO_ADVANTAGE: still.tolist()})
+    forced = {} if batch.support is None else {FORCED_SHARE: (batch.support.counts == 1)[trained].tolist()}
+    return steps + measured("task", {ZERO_ADVANTAGE: still.tolist()}) + measured("token", forced)
 
 
 def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str, float]:

@@ -106,7 +106,7 @@ def pair_logprobs(
     """
     if support is None or not support.counts.any():
         return _over_all(head, hidden, targets, temperature, entropy_grad, top, None)
-    few = (support.counts > 0) & (support.counts <= FEW * head.vocabulary)
+    few = (support.listed > 0) & (support.counts <= FEW * head.vocabulary)
     if top is not None or not head.has_rows or not few.any():
         return _over_all(head, hidden, targets, temperature, entropy_grad, top, support)
     order = [np.flatnonzero(few), np.flatnonzero(~few)]
@@ -157,7 +157,8 @@ def _chunk(
 ) -> tuple[Tensor, ...]:
     logits = head(hidden).to(temperature.dtype) / temperature[:, None]
     if support is not None:
-        logits = logits.masked_fill(_outside(support, logits), -torch.inf)
+        possible = torch.from_numpy(support.possible(logits.shape[1])).to(logits.device)
+        logits = logits.masked_fill(~possible, -torch.inf)
     distribution = logits.log_softmax(-1)
     logp = distribution.gather(1, targets[:, None])[:, 0]
     entropy = _entropy(distribution, entropy_grad, holes=support is not None)
@@ -218,10 +219,3 @@ def _entropy(distribution: Tensor, with_gradient: bool, holes: bool) -> Tensor:
     with torch.set_grad_enabled(with_gradient and torch.is_grad_enabled()):
         finite = distribution.clamp(min=torch.finfo(distribution.dtype).min) if holes else distribution
         return -(distribution.exp() * finite).sum(-1)
-
-
-def _outside(support: Support, logits: Tensor) -> Tensor:
-    """Return bool[P, V]: ids outside each pair's support."""
-    outside = np.repeat((support.counts > 0)[:, None], logits.shape[1], axis=1)
-    outside[np.repeat(np.arange(len(support)), support.counts), support.ids] = False
-    return torch.from_numpy(outside).to(logits.device)

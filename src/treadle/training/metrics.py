@@ -53,6 +53,9 @@ GAP_BY_LAG = _trained(
 )
 TRAINABLE_TOKENS = _trained("trainable_tokens", "token", "sum", "tokens", "sampled tokens that are trained")
 TRAINABLE_FRACTION = _trained("trainable_fraction", "token", "mean", "share", "trained, of all sampled tokens")
+FORCED_SHARE = _trained(
+    "forced_share", "token", "mean", "share", "nothing else could be sampled, by filters or a grammar: without gradient"
+)
 
 VALUE_LOSS = _trained("value_loss", "token", "mean", "", "of the value head, if there is one")
 VALUE_CLIPPED = _trained(

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
-from treadle.core.errors import EngineError
+from treadle.core.errors import DataError, EngineError
 from treadle.core.support import Support
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
 from treadle.engines.torch.model import CachedModel, Predicted
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.rendering.grammars import Constraint
 
 Decode = Callable[[Sequence[int]], str]
 _UNFINISHED = "�"  # decoded text of an incomplete character
@@ -40,12 +41,15 @@ class EngineCounters:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request for one completion. cancelled: set from any thread. made: time of the request, in seconds."""
+    """A request for one completion. constraint: what a grammar and forbidden ids leave, if anything is left out.
+    cancelled: set from any thread. made: time of the request, in seconds.
+    """
 
     session: int
     prompt: Ids
     sampling: SamplingParams
     salt: str | None = None
+    constraint: Constraint | None = None
     cancelled: bool = False
     made: float = field(default_factory=time.perf_counter)
 
@@ -109,7 +113,7 @@ class Batch:
         self._drawn = 0  # consumed columns of `_draws`
         self.version = 0
         self.counters = EngineCounters()
-        self.finished: list[tuple[Call, Completion]] = []  # taken by the caller
+        self.finished: list[tuple[Call, Completion | DataError]] = []  # taken by the caller
 
     @property
     def live(self) -> list[_Row]:
@@ -312,7 +316,8 @@ class Batch:
     def _append(self, rows: Sequence[_Row], predicted: Predicted, how: Rules, numbers: list[int]) -> None:
         draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(self._model.samples_on)
         self._drawn += 1
-        ids, logprobs, kept = sample(predicted.logits.to(self._model.samples_on), how, draws)
+        logits = self._constrained(rows, predicted.logits.to(self._model.samples_on))
+        ids, logprobs, kept = sample(logits, how, draws)
         supports = [None] * len(rows) if kept is None else _supports(kept, ids)
         routing = None if predicted.routing is None else predicted.routing.cpu().numpy()
         for number, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
@@ -320,6 +325,8 @@ class Batch:
                 continue
             row.tokens.append(token)
             row.logprobs.append(min(logprob, 0.0))
+            if row.call.constraint is not None:
+                row.call.constraint.take(token)
             if row.call.sampling.truncates:
                 row.kept.append(supports[number])
             if routing is not None:
@@ -330,9 +337,26 @@ class Batch:
             elif len(row.tokens) == row.call.sampling.max_tokens:
                 self._end(row, StopReason.LENGTH)
 
-    def _end(self, row: _Row, reason: StopReason) -> None:
+    def _constrained(self, rows: Sequence[_Row], logits: Tensor) -> Tensor:
+        """Return the logits with -inf for what a row's constraint leaves out. Ends rows that cannot go on."""
+        if not any(row.call.constraint for row in rows):
+            return logits
+        outside = np.zeros(logits.shape, np.bool_)
+        for number, row in enumerate(rows):
+            if row.call.constraint is None or row.ended is not None:
+                continue
+            try:
+                possible = np.unpackbits(np.frombuffer(row.call.constraint.mask(), np.uint8), bitorder="little")
+            except DataError as error:
+                self._end(row, StopReason.ABORT, error)
+                continue
+            outside[number] = True
+            outside[number, : len(possible)] = possible[: logits.shape[1]] == 0
+        return logits.masked_fill(torch.from_numpy(outside).to(logits.device), -torch.inf)
+
+    def _end(self, row: _Row, reason: StopReason, error: DataError | None = None) -> None:
         self._cached.release(row.cached, row.cached_ids())
-        self.finished.append((row.call, row.completion(reason)))
+        self.finished.append((row.call, error or row.completion(reason)))
         row.ended = reason
 
 

@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle.core.engine import Completion, ComponentStatus
-from treadle.core.errors import EngineError
+from treadle.core.errors import DataError, EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.torch.batch import Batch, Call, Decode, EngineCounters
 from treadle.engines.torch.floor import engine_model
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.rendering.grammars import Constraint, Grammars
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,8 +77,9 @@ class TorchEngine:
 
     model: any causal LM of Hugging Face. It is copied: publication copies weights, and never races with the optimizer.
     One whose layers cannot use the cache is computed call by call, with a warning (`RowModel`). decode: ids -> text,
-    for stop strings. own_thread: whether to compute beside the event loop, so that environments keep stepping;
-    otherwise inline (`Compute`). Raises ConfigError with `options.routing` if the choice of experts cannot be observed.
+    for stop strings. grammars: over the model's tokenizer. own_thread: whether to compute beside the event loop, so
+    that environments keep stepping; otherwise inline (`Compute`). Raises ConfigError with `options.routing` if the
+    choice of experts cannot be observed.
 
     Invariant: a call reuses only keys and values of the current weights, of a prefix of its prompt, computed for the
     same session and salt, or for calls of the same salt that were admitted together.
@@ -89,13 +91,14 @@ class TorchEngine:
         options: TorchEngineOptions,
         *,
         decode: Decode | None = None,
+        grammars: Grammars | None = None,
         own_thread: bool = True,
     ) -> None:
         dtype = model.dtype if options.dtype is None else getattr(torch, options.dtype)
         self._model = engine_model(model, dtype, options.prefill_tokens, options.routing, options.device)
         self.limits = Limits(self._model.vocabulary, self._model.context, self._model.slow)
         self.limits.warn_of_slowness()
-        self._options, self._decode = options, decode
+        self._options, self._decode, self._grammars = options, decode, grammars
         self._batch = Batch(self._model, options, decode)
         self._lock_step, self._recompute = options.lock_step, options.in_flight == "recompute"
         self._closed = self._asleep = False
@@ -139,7 +142,8 @@ class TorchEngine:
 
         A session may make several calls at once; in lock-step it waits as soon as one of them does.
         Raises EngineError for an unknown session, ids outside the vocabulary, a prompt that leaves no room for
-        `max_tokens` in the model's context, or a failure of the batch.
+        `max_tokens` in the model's context, or a failure of the batch; DataError for a grammar that is wrong, or that
+        no token of the vocabulary can continue.
         """
         self._check_awake()
         if session not in self._sessions:
@@ -147,7 +151,8 @@ class TorchEngine:
         self.limits.check_call(prompt_ids, sampling, session)
         if sampling.stop and self._decode is None:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
-        call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt)
+        constraint = self._constraint(sampling)
+        call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt, constraint)
         request = _Request(session, call, asyncio.get_running_loop().create_future())
         self._waiting[call] = request
         self._start()
@@ -165,7 +170,7 @@ class TorchEngine:
         """
         self._check_awake()
         self.limits.check_call(prompt_ids, sampling, "alone")
-        call = Call(0, np.array(prompt_ids, np.int32), sampling)
+        call = Call(0, np.array(prompt_ids, np.int32), sampling, constraint=self._constraint(sampling))
         try:
             return await self._between_tokens(self._compute_alone, call)
         finally:
@@ -236,6 +241,13 @@ class TorchEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
+
+    def _constraint(self, sampling: SamplingParams) -> Constraint | None:
+        if not sampling.constrains:
+            return None
+        if self._grammars is None:
+            raise EngineError("a grammar and forbidden ids need an engine that was given `grammars`")
+        return self._grammars.constraint(sampling)
 
     def _check_awake(self) -> None:
         self._check_open()
@@ -313,9 +325,13 @@ class TorchEngine:
         for call, completion in work.result():
             # None: the engine was interrupted while computing it.
             request = self._running.pop(call, None)
-            if request is not None and self._closed:
+            if request is None or request.future.done():  # done if cancelled meanwhile
+                continue
+            if self._closed:
                 _fail(request, EngineError("the engine was closed"))
-            elif request is not None and not request.future.done():  # done if cancelled meanwhile
+            elif isinstance(completion, DataError):
+                _fail(request, completion)
+            else:
                 request.future.set_result(completion)
 
     def _take_gone(self) -> list[int]:
@@ -338,7 +354,7 @@ class TorchEngine:
 
     # --- computing (worker thread) -------------------------------------------------------------------------------
 
-    def _compute(self, gone: Sequence[int]) -> list[tuple[Call, Completion]]:
+    def _compute(self, gone: Sequence[int]) -> list[tuple[Call, Completion | DataError]]:
         """Compute to the end of the wave, or until a call ended or a request waits; return the ended calls."""
         batch = self._batch
         batch.forget(gone)
@@ -357,7 +373,10 @@ class TorchEngine:
         batch.join([call])
         while batch.live:
             batch.step()
-        return batch.finished[0][1]
+        completion = batch.finished[0][1]
+        if isinstance(completion, DataError):
+            raise completion
+        return completion
 
 
 def _fail(request: _Request, error: BaseException) -> None:
@@ -365,7 +384,7 @@ def _fail(request: _Request, error: BaseException) -> None:
         request.future.set_exception(error)
 
 
-def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseException | None:
+def _failure(work: asyncio.Future[list[tuple[Call, Completion | DataError]]]) -> BaseException | None:
     """Return the batch's failure as an EngineError; None if it succeeded."""
     if work.cancelled():
         return EngineError("the engine was closed")

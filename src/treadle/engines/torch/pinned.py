@@ -25,19 +25,25 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.model_files import is_adapter
 from treadle.models.pretrained import load_pretrained
+from treadle.rendering.grammars import Grammars
 
 
 def make_engine(
-    model: PreTrainedModel, options: TorchEngineOptions, decode: Decode | None, own_thread: bool = True
+    model: PreTrainedModel,
+    options: TorchEngineOptions,
+    decode: Decode | None,
+    grammars: Grammars | None = None,
+    own_thread: bool = True,
 ) -> LocalEngine:
     """Return an engine for the model, with one version per session if `options.pinned` is set.
 
     Engines of several versions share the memory for caches.
     """
     if options.pinned is None:
-        return TorchEngine(model, options, decode=decode, own_thread=own_thread)
+        return TorchEngine(model, options, decode=decode, grammars=grammars, own_thread=own_thread)
     each = replace(options, cache_gib=options.cache_gib / (options.pinned + 1))
-    return PinnedEngine(partial(TorchEngine, model, each, decode=decode, own_thread=own_thread), options.pinned)
+    make = partial(TorchEngine, model, each, decode=decode, grammars=grammars, own_thread=own_thread)
+    return PinnedEngine(make, options.pinned)
 
 
 def load_engine(model: Path, options: TorchEngineOptions, threads: int, deterministic: bool) -> LocalEngine:
@@ -55,7 +61,10 @@ def load_engine(model: Path, options: TorchEngineOptions, threads: int, determin
     else:
         module = load_pretrained(model, "model.path")
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    return make_engine(module, options, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
+    grammars = Grammars.of(tokenizer.backend_tokenizer, tokenizer.special_tokens_map, options.stop_token_ids)
+    return make_engine(
+        module, options, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), grammars
+    )
 
 
 class PinnedEngine:

@@ -21,7 +21,7 @@ from treadle.core.errors import Cause, ConfigError, ContextExceeded, StepsExceed
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
-from treadle.core.types import Message, Status, StopReason, Task, as_messages
+from treadle.core.types import Form, Message, Status, StopReason, Task, as_messages
 from treadle.core.user_functions import described, name_of
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
 from treadle.envs.tasks import REWARD_FUNCTION, SingleTurn, made_class
@@ -127,6 +127,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         brief = replace(
             options,
             tool_calls=False,
+            form=None,
             max_tokens=compaction.max_tokens,
             parse=self._parse,
             summary=True,
@@ -145,6 +146,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
 def _options(history: History, environment: IsolatedEnvironment) -> CallOptions:
     return CallOptions(
         tool_calls=environment.takes_reply,
+        form=environment.form,
         continue_final_message=history.continues,
         break_cause=history.break_cause,
     )
@@ -167,6 +169,14 @@ class IsolatedEnvironment:
         self.metrics: EnvMetrics
         self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
         self.tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def form(self) -> Form | None:
+        """What the next reply must look like."""
+        form = getattr(self._environment, "form", None)
+        if form is not None and not isinstance(form, Form):
+            raise _failure(f"the environment's form is {form!r:.100}; it must be a treadle.Form, or None")
+        return form
 
     async def make(self) -> None:
         made = made_class(self._factory)
