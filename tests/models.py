@@ -460,14 +460,13 @@ def step_logprobs(model: PreTrainedModel, step: Step) -> tuple[Tensor, Tensor]:
 
 
 def _over_supports(logits: Tensor, step: Step, support: Support) -> tuple[Tensor, Tensor]:
-    """As `step_logprobs`, token by token, from the definition."""
-    chosen, entropy = [], []
-    for token, sampled in enumerate(step.completion_ids.tolist()):
-        ids = support[token : token + 1].ids.tolist() or list(range(logits.shape[1]))
-        distribution = logits[token, ids].log_softmax(-1)
-        chosen.append(distribution[ids.index(sampled)])
-        entropy.append(-(distribution.exp() * distribution).sum())
-    return torch.stack(chosen), torch.stack(entropy)
+    """As `step_logprobs`, with all other logits masked."""
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    for token in range(len(support)):
+        outside[token, support[token : token + 1].ids.tolist() or slice(None)] = False
+    distribution = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    chosen = distribution.gather(1, torch.from_numpy(step.completion_ids.astype(np.int64))[:, None])[:, 0]
+    return chosen, -(distribution.exp() * distribution.masked_fill(outside, 0)).sum(-1)
 
 
 def cached_logits(model: PreTrainedModel, pieces: Sequence[Tensor]) -> Tensor:

@@ -92,13 +92,15 @@ class Script:
     cuts: dict[int, int] = field(default_factory=dict)  # before call n, go back to the first so many tokens
     max_tokens: int = 6
     stop: tuple[str, ...] = ()
+    filters: dict[str, Any] = field(default_factory=dict)
 
 
 async def play(engine: Engine, name: str, script: Script) -> list[Step]:
     prompt, steps = script.prompt, list[Step]()
     try:
         for number in range(len(script.observations) + 1):
-            params = SamplingParams(script.temperature, script.max_tokens, script.stop, script.seed * 100 + number)
+            seed, length = script.seed * 100 + number, script.max_tokens
+            params = SamplingParams(script.temperature, length, script.stop, seed, **script.filters)
             answer = await engine.generate(prompt, params, session=name)
             assert answer.token_ids.dtype == np.int32 and answer.logprobs.dtype == np.float32
             steps.append(step_of(prompt, answer, params))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -223,8 +223,12 @@ def separate(
     old: NDArray[np.floating] | None = None,
     reference: NDArray[np.floating] | None = None,
     head: nn.Linear | None = None,
+    advantage: Doubles | None = None,
 ) -> Separate:
-    """Any policy loss and reduction. One plain call of the model for each step; then the loss over all tokens."""
+    """Any policy loss and reduction. One plain call of the model for each step; then the loss over all tokens.
+
+    advantage: default: of the rewards.
+    """
     batch = flatten(groups)
     dtype = model.dtype
 
@@ -239,7 +243,7 @@ def separate(
     tokens = Tokens(
         logp_old=anchor,
         logp_rollout=tensor(batch.logp_rollout),
-        advantage=tensor(advantage_of(batch, algorithm)),
+        advantage=tensor(advantage_of(batch, algorithm) if advantage is None else advantage),
         mask=trained,
         step=torch.from_numpy(batch.step_id),
         trajectory=torch.from_numpy(batch.trajectory_id),
@@ -396,8 +400,17 @@ def literal_loss(
     return Separate(loss, metrics)
 
 
-def updated_by_hand(model: PreTrainedModel, groups: Sequence[Group], optimizer: OptimizerConfig) -> list[Separate]:
-    """Make two updates of PPO-clip on one batch in place, each step a plain call of the model."""
+def updated_by_hand(
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    optimizer: OptimizerConfig,
+    loss: Callable[[NDArray[np.float64]], Separate] | None = None,
+) -> list[Separate]:
+    """Make two updates on one batch in place, each step a plain call of the model.
+
+    loss: of log-probabilities at the batch's start; default: PPO-clip.
+    """
+    loss = loss or (lambda old: literal_loss(model, groups, AlgorithmConfig(), old))
     adam = torch.optim.AdamW(
         model.parameters(), optimizer.learning_rate, optimizer.betas, weight_decay=optimizer.weight_decay
     )
@@ -408,7 +421,7 @@ def updated_by_hand(model: PreTrainedModel, groups: Sequence[Group], optimizer: 
     made = []
     for _ in range(2):
         adam.zero_grad()
-        made.append(literal_loss(model, groups, AlgorithmConfig(), old))
+        made.append(loss(old))
         made[-1].loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
         adam.step()
