@@ -103,6 +103,20 @@ _SMOLLM2 = """
 
 _KEEP_THOUGHTS = (files("treadle.recipes") / "templates" / "qwen3_keep_thoughts.jinja").read_text()
 
+_FROM_ROLES = """
+{%- for message in messages -%}
+{{ '<|' + message['role'] + '|>\\n' + message['content'] }}
+{%- for call in message.tool_calls or [] %}<{{ call.function.name }}>{{ call.function.arguments | tojson }}{% endfor -%}
+{{ '<|end|>' }}
+{%- endfor -%}
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
+"""
+_AROUND_ROLES = """
+{%- macro head(role) %}<|{{ role }}|>{{ '\\n' }}{% endmacro -%}
+{%- for m in messages %}{% set role = m.role if m.role != 'tool' else 'user' -%}
+{{ head(role) }}{{ m.content.split('</think>')[-1] | trim }}<|end|>{% endfor -%}
+{% if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}
+"""
 FAMILIES = {
     "qwen2_5": Family("qwen2_5", calls="hermes"),
     "qwen3": Family("qwen3", calls="hermes", thoughts="opt", keeps="thoughts"),
@@ -150,43 +164,26 @@ FAMILIES = {
     "kimi_k2_thinking": Family(
         "moonshotai-Kimi-K2-Thinking", special=_KIMI, thoughts="opt", bos="[BOS]", keeps="no thought"
     ),
-}
-
-_FROM_ROLES = """
-{%- for message in messages -%}
-{{ '<|' + message['role'] + '|>\\n' + message['content'] }}
-{%- for call in message.tool_calls or [] %}<{{ call.function.name }}>{{ call.function.arguments | tojson }}{% endfor -%}
-{{ '<|end|>' }}
-{%- endfor -%}
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
-"""
-_AROUND_ROLES = """
-{%- macro head(role) %}<|{{ role }}|>{{ '\\n' }}{% endmacro -%}
-{%- for m in messages %}{% set role = m.role if m.role != 'tool' else 'user' -%}
-{{ head(role) }}{{ m.content.split('</think>')[-1] | trim }}<|end|>{% endfor -%}
-{% if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}
-"""
-WRITING_TOOLS = {
+    # whose own text stands close to names, keys and roles
     "qwen3_8": Family("qwen3_8", calls="xml", thoughts="prompt"),
-    "nemotron_3_nano": Family("nemotron_3_nano", calls="xml", thoughts="prompt"),
-    "nemotron_3_super": Family("nemotron_3_super", calls="xml", thoughts="prompt"),
+    "nemotron_3_nano": Family("nemotron_3_nano", calls="xml", thoughts="prompt", keeps=""),
+    "nemotron_3_super": Family("nemotron_3_super", calls="xml", thoughts="prompt", keeps=""),
     "gemma4": Family("gemma4", ("<turn|>",), _GEMMA4, thoughts="<|channel>", bos="<bos>"),
     "lfm2": Family("lfm2", special=_LFM, bos=_LFM[0]),
     "cohere": Family("cohere", ("<|END_OF_TURN_TOKEN|>",), _COHERE, tools=False),
     "from roles": Family(_FROM_ROLES, ("<|end|>",), _PHI4, tools=False),
-    "around roles": Family(_AROUND_ROLES, ("<|end|>",), _PHI4, tools=False),
+    "around roles": Family(_AROUND_ROLES, ("<|end|>",), _PHI4, tools=False, keeps=""),
 }
-"""Further templates whose own text stands close to names, keys and roles."""
 
 TODAY = {
     "Qwen3.5": FAMILIES["qwen3_5_think"],
     "Qwen3.6": FAMILIES["qwen3_6"],
     "gpt-oss": FAMILIES["gptoss"],
     "Gemma 3": FAMILIES["gemma3"],
-    "Gemma 4": WRITING_TOOLS["gemma4"],
-    "Nemotron 3 Nano": WRITING_TOOLS["nemotron_3_nano"],
-    "Nemotron 3 Super": WRITING_TOOLS["nemotron_3_super"],
-    "LFM2": WRITING_TOOLS["lfm2"],
+    "Gemma 4": FAMILIES["gemma4"],
+    "Nemotron 3 Nano": FAMILIES["nemotron_3_nano"],
+    "Nemotron 3 Super": FAMILIES["nemotron_3_super"],
+    "LFM2": FAMILIES["lfm2"],
     "Kimi Linear": Family("moonshotai-Kimi-Linear-48B-A3B-Instruct", special=_KIMI, bos="[BOS]"),
     "GLM-4.7 Flash": Family("GLM-4.7-Flash", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM),
     "Granite 4": Family(
@@ -480,13 +477,12 @@ def _read_harmony(text: str) -> tuple[str, str | None, Calls]:
     return content, thought, calls
 
 
-EVERY = {**FAMILIES, **WRITING_TOOLS}
-READING = [name for name, family in EVERY.items() if family.tools and family.calls]
+READING = [name for name, family in FAMILIES.items() if family.tools and family.calls]
 
 
 @cache
 def world(name: str) -> World:
-    return World(EVERY[name], small_vocabulary())
+    return World(FAMILIES[name], small_vocabulary())
 
 
 def outside(prompt: Prompt) -> list[tuple[str, Ids]]:

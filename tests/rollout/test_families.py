@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
-from tests.rollout.families import EVERY, LOOK, READING, world
+from tests.rollout.families import FAMILIES, LOOK, READING, world
 from tests.rollout.kit import open_session
 from tests.worlds import CHATML, END, PlainTokenizer, saying, tool, user
 from treadle.core.errors import DataError
@@ -53,7 +53,7 @@ def said(name: str, messages: list[Message], tools: list[Any], renderer: ChatRen
     return world(name).decode(prompt.ids)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_stands_before_a_thought_in_content_does_not_vanish_with_it(name: str) -> None:
     thoughtful = Message(role="assistant", content="It was <think>hm</think> tea.")
     text = said(name, [QUESTION, thoughtful, QUESTION], [])
@@ -61,7 +61,7 @@ def test_what_stands_before_a_thought_in_content_does_not_vanish_with_it(name: s
     assert text is None if name in refusing else text is not None and "It was" in text and "tea." in text
 
 
-@pytest.mark.parametrize("name", [name for name, family in EVERY.items() if family.tools])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tools])
 @pytest.mark.parametrize(
     "arguments", ['["zqz", 1]', '{"q": "zqz", "q": 1}', '{"q": "zqz"', '"zqz"', '{"q": "zqz", "n": 1e999}']
 )
@@ -103,7 +103,7 @@ def test_thoughts_are_left_out_before_the_last_question_alone() -> None:
 PARTS = st.sampled_from(["system", "developer", "user", "assistant", "thinking", "calling", "tool", "observation"])
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=60)
 @given(kinds=st.lists(PARTS, min_size=1, max_size=6), tools=st.booleans(), alike=st.booleans())
 def test_whatever_is_sent_stands_in_the_prompt_or_is_refused(
@@ -123,7 +123,7 @@ def test_whatever_is_sent_stands_in_the_prompt_or_is_refused(
             call["function"] = {"name": "look", "arguments": f'{{"at": "a{word}"}}'}
             message["tool_calls"] = [call]
         messages.append(message)
-    text = said(name, messages, [LOOK] if tools and EVERY[name].tools else [])
+    text = said(name, messages, [LOOK] if tools and FAMILIES[name].tools else [])
     if text is None:
         return
     if name.startswith("cohere") and alike and kinds.count("system") > 1:
@@ -245,13 +245,8 @@ def test_a_thought_under_its_other_name_is_kept() -> None:
 # Tools that a template does not write, or whose calls no parser reads, are refused before anything is sampled
 
 
-READ: dict[ReplyParser, str] = {
-    hermes: "qwen2_5 qwen3 qwen3_nothink qwen3_keep_thoughts qwen3_instruct_2507",
-    qwen_xml: "qwen3_5_think qwen3_6 qwen3_6_preserve qwen3_8 nemotron_3_nano nemotron_3_super",
-    glm: "glm4moe",
-    llama: "llama3_1",
-    harmony: "gptoss",
-}
+READ: dict[str, ReplyParser] = {"hermes": hermes, "xml": qwen_xml, "glm": glm, "llama": llama, "harmony": harmony}
+"""How calls are written -> who reads them."""
 WRITTEN = {
     "llama3_1": r'writes it as \'{"name": "find_zqz", "parameters"',
     "gptoss": r"writes it as 'to=functions.find_zqz<\|channel\|>",
@@ -269,10 +264,10 @@ def renderer(name: str) -> ChatRenderer:
     return world(name).renderer
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_who_writes_tools_is_found_out(name: str) -> None:
     talk = Conversation(renderer(name))
-    if EVERY[name].tools:
+    if FAMILIES[name].tools:
         assert "look" in renderer(name).decode(talk.render([user("q")], [LOOK]).ids)
     else:
         with pytest.raises(
@@ -299,7 +294,7 @@ PARTS_OF_SCHEMAS: list[tuple[Any, dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].tools])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].tools])
 def test_what_is_left_out_of_a_tool_is_named(name: str) -> None:
     for who, left_out in PARTS_OF_SCHEMAS:
         function = {**LOOK["function"], "parameters": {"type": "object", "properties": {"who": who}}}
@@ -320,30 +315,23 @@ def test_a_reply_of_which_one_call_was_handed_out_is_written_by_the_template(nam
     assert (got.ids.tolist(), got.break_cause) == (expected.ids.tolist(), "calls withheld")
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].tools])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].tools])
 def test_who_reads_its_calls_is_found_out(name: str) -> None:
-    parsers: list[ReplyParser] = [plain, thinking, *READ]
+    parsers: list[ReplyParser] = [plain, thinking, *READ.values()]
     for parse in parsers:
         problem = renderer(name).tools_problem([LOOK], parse)
-        if name in READ.get(parse, "").split():
+        if parse is READ.get(FAMILIES[name].calls):
             assert problem == "" and renderer(name).tools_problem([LOOK], renderer(name).parser("auto")) == ""
         else:
             assert f"the reply parser {parser_name(parse)} does not read a tool call of this model" in problem
             assert re.search(WRITTEN.get(name, "writes it as '"), problem)
 
 
-WITHOUT_THOUGHTS = (
-    *("gemma4", "gptoss", "qwen2_5", "qwen3_instruct_2507", "llama3", "llama3_1", "gemma", "gemma3", "phi3_5"),
-    *("cohere2", "smollm2", "lfm2", "cohere", "from roles", "mistral_nemo", "mistral_small_3_2", "ministral_3"),
-    "kimi_k2",
-)
-
-
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_thoughts_are_taken_out_where_the_template_has_a_place_for_them(name: str) -> None:
-    text = "[THINK]hm[/THINK]yes" if EVERY[name].thoughts == "[THINK]" else "<think>hm</think>yes"
+    text = "[THINK]hm[/THINK]yes" if FAMILIES[name].thoughts == "[THINK]" else "<think>hm</think>yes"
     message = renderer(name).parser("auto")(text, [LOOK])
-    if name in WITHOUT_THOUGHTS:
+    if name != "around roles" and FAMILIES[name].thoughts in ("", "harmony", "<|channel>"):
         assert message == {"role": "assistant", "content": text}
     else:
         assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
@@ -383,7 +371,7 @@ def test_the_demos_model_knows_its_tool_by_heart() -> None:
 ARGUMENTS = '{"who": "Anna", "deep": 2}'
 CALL = ToolCall(id="c00000000", type="function", function=FunctionCall(name="look", arguments=ARGUMENTS))
 
-THINKING = [name for name in READING if EVERY[name].thoughts in ("opt", "prompt")]
+THINKING = [name for name in READING if FAMILIES[name].thoughts in ("opt", "prompt")]
 
 
 FRIEND = Message(role="assistant", content="a friend of mine")
@@ -411,7 +399,7 @@ def test_calls_are_learned_as_the_template_writes_them(name: str) -> None:
     assert "look" in world(name).renderer.decode(prompt)  # the tool
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_learned_as_the_template_writes_them(name: str) -> None:
     """With what it puts around a reply: gpt-oss's channel, the empty thought of Qwen 3."""
     if name == "deepseekv3":  # which prompts for a thought that it does not write
@@ -438,7 +426,7 @@ def test_thoughts_are_learned_too(name: str) -> None:
     assert read(name, answer, later)["content"] == "a friend"
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_learned_is_kept_by_the_next_prompt_as_a_sampled_reply_is(name: str) -> None:
     renderer = world(name).renderer
     reply = Message(role="assistant", content="a friend")

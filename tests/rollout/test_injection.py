@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from tests.rollout.families import EVERY, World, outside, world
+from tests.rollout.families import FAMILIES, World, outside, world
 from treadle.core.errors import ConfigError, DataError
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import Prompt
 
 _MOVED = 0x20000
-each_family = pytest.mark.parametrize("name", EVERY)
+each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def with_template(there: World, source: str) -> ChatRenderer:

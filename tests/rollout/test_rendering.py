@@ -253,8 +253,12 @@ def talk(world: World, seed: int, turns: int) -> Counter[str]:
     return conversation.finish()
 
 
+# Gemma 4's template takes thoughts out of content, even those that only spell their tokens.
+SPOKEN = [name for name in FAMILIES if name != "gemma4"]
+
+
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SPOKEN)
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32), turns=st.integers(2, 7))
 def test_every_prompt_carries_the_sampled_ids_on(name: str, seed: int, turns: int) -> None:
@@ -267,10 +271,10 @@ def play(conversations: int) -> tuple[Counter[str], Counter[str]]:
     Every fifth family has a vocabulary of 150,000 tokens, if there is one: a renderer of it takes seconds to make.
     """
     total, played = Counter[str](), Counter[str]()
-    for number, name in enumerate(FAMILIES):
+    for number, name in enumerate(SPOKEN):
         counts = Counter[str]()
         vocabulary = "small" if number % 5 or "TREADLE_TEST_DATA" not in os.environ else "qwen"
-        for seed in range(conversations // len(FAMILIES)):
+        for seed in range(conversations // len(SPOKEN)):
             found = talk(world(name, vocabulary), seed, 2 + seed % 6)
             counts += found
             played["all"] += 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.rollout.families import EVERY, world
+from tests.rollout.families import FAMILIES, world
 from tests.worlds import DONE, Told, addresses, user
 from treadle.core.outcomes import was_played
 from treadle.core.types import Ids, SamplingParams, Status, Task, Trajectory
@@ -27,7 +27,7 @@ class Parsed(Told):
 
 def written(name: str, thought: str | None, said: str | None) -> str:
     """A reply as the model writes it. said: None: the thought does not end."""
-    kind = EVERY[name].thoughts
+    kind = FAMILIES[name].thoughts
     if kind == "harmony":
         analysis = "" if thought is None else f"<|channel|>analysis<|message|>{thought}"
         final = "" if said is None else f"<|channel|>final<|message|>{said}"
@@ -64,7 +64,7 @@ def summed_up(name: str, summaries: Sequence[str], takes: type[Told]) -> Traject
 
 
 @pytest.mark.parametrize("takes", [Told, Parsed])
-@pytest.mark.parametrize("name", [name for name, family in EVERY.items() if family.thoughts not in ("", "off")])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.thoughts not in ("", "off")])
 def test_a_summary_is_what_was_said_and_a_thought_alone_is_none(name: str, takes: type[Told]) -> None:
     cut, empty, thoughtless = written(name, PLAN, None), written(name, PLAN, ""), written(name, "", NOTES)
     for summaries, used in (([cut, empty, written(name, PLAN, NOTES)], 3), ([thoughtless], 1)):

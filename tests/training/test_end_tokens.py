@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.models import tiny
-from tests.rollout.families import FAMILIES, WRITING_TOOLS, Family, World, small_vocabulary
+from tests.rollout.families import FAMILIES, World, small_vocabulary
 from tests.worlds import user
 from treadle.core.errors import ConfigError
 from treadle.core.files import Manifest
@@ -56,7 +56,7 @@ PUBLISHED = {
 
 def published(name: str, folder: Path, declared: bool = True) -> ModelConfig:
     """A tokenizer's directory as the model's own; declared: with its generation_config.json."""
-    family: Family = {**FAMILIES, **WRITING_TOOLS}[name]
+    family = FAMILIES[name]
     eos, ends = PUBLISHED[name]
     world = World(family, small_vocabulary())
     world.tokenizer.add_special_tokens([eos, *([ends] if isinstance(ends, str) else ends or [])])

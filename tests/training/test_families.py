@@ -30,7 +30,6 @@ from tests.models import (
     quiet as quiet,
 )
 from tests.rollout import families
-from tests.rollout.families import WRITING_TOOLS
 from tests.training.reference import (
     COUPLED,
     LAYOUTS,
@@ -150,7 +149,7 @@ SEVERAL = Message(role="system", content="a"), user("b"), Message(role="system",
 def takes(renderer: ChatRenderer, role: str, name: str) -> bool:
     said = Message(role=role, content="zqzz")
     reply, offered = Message(role="assistant", content="a"), []
-    if role == "tool" and {**families.FAMILIES, **WRITING_TOOLS}[name].tools:
+    if role == "tool" and families.FAMILIES[name].tools:
         said["tool_call_id"], offered = CALL["id"], [LOOK]
         reply = Message(role="assistant", content="", tool_calls=[CALL])
     messages = [user("q"), reply, said] if role == "tool" else [said, user("q")]
@@ -161,7 +160,7 @@ def takes(renderer: ChatRenderer, role: str, name: str) -> bool:
 
 
 def tools(renderer: ChatRenderer, name: str) -> str:
-    return tools_of(renderer) if {**families.FAMILIES, **WRITING_TOOLS}[name].tools else "-"
+    return tools_of(renderer) if families.FAMILIES[name].tools else "-"
 
 
 def tools_of(renderer: ChatRenderer) -> str:
