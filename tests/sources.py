@@ -18,6 +18,7 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.weight_sync import SharedMemorySync
+from treadle.rendering.grammars import Grammars
 
 R = TypeVar("R")
 
@@ -67,6 +68,11 @@ async def publish(engine: Any, weights: Mapping[str, Tensor], version: int) -> N
 
 
 def make_engine(
-    model: PreTrainedModel, *, decode: Decode | None = None, own_thread: bool = True, **options: Any
+    model: PreTrainedModel,
+    *,
+    decode: Decode | None = None,
+    grammars: Grammars | None = None,
+    own_thread: bool = True,
+    **options: Any,
 ) -> TorchEngine:
-    return TorchEngine(model, TorchEngineOptions(**options), decode=decode, own_thread=own_thread)
+    return TorchEngine(model, TorchEngineOptions(**options), decode=decode, grammars=grammars, own_thread=own_thread)

@@ -174,7 +174,7 @@ class ChatRenderer:
 
     @cached_property
     def grammars(self) -> Grammars:
-        return Grammars.of(self._backend, self._variables, self.stop_ids)
+        return Grammars(self._backend)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

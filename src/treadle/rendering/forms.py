@@ -53,8 +53,8 @@ class Turn:
         return self.form is None and self.choice == "auto" and not any(map(_is_strict, self.tools))
 
 
-def turn_grammar(turn: Turn, parse: ReplyParser, grammars: Grammars) -> str:
-    """Return the grammar of a turn; "" if any text will do.
+def turn_grammar(turn: Turn, parse: ReplyParser, grammars: Grammars, stop_ids: Sequence[int]) -> str:
+    """Return the grammar of a turn, which one of the stop tokens ends; "" if any text will do.
 
     Raises DataError, with the place, for a form or schema that is not valid, not satisfiable or not implemented by
     llguidance; for an unknown tool; and for a reply parser whose format of calls has no grammar here.
@@ -80,7 +80,8 @@ def turn_grammar(turn: Turn, parse: ReplyParser, grammars: Grammars) -> str:
             body = f"{writer.form(turn.form)} | {opening} call{more}"
         else:
             body = f"{writer.before_no_call()} | call" if alone else writer.text_or(CALL, f"call{more} {_GAP}")
-    lines = [f"start: {writer.thought(turn, parse)} body", f"body: {body}"]
+    end = f"<[{','.join(map(str, stop_ids))}]>" if stop_ids else ""
+    lines = [f"start: {writer.thought(turn, parse)} body {end}", f"body: {body}"]
     return "\n".join([*lines, *(f"{name}: {rule}" for name, rule in writer.rules.items())])
 
 

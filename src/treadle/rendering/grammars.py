@@ -7,7 +7,7 @@ An engine asks it before every token that it samples (`Constraint`); the loop as
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -33,29 +33,21 @@ _LISTED = 1024  # possible ids up to which they are listed; the bits of a mask t
 
 
 class Grammars:
-    """Grammars over a tokenizer's vocabulary. Ids of a model beyond it are never possible.
+    """Grammars over a tokenizer's vocabulary. Ids of a model beyond it are never possible."""
 
-    eos: the token that ends a completion once its grammar allows the end.
-    """
-
-    def __init__(self, backend: Backend, eos: int) -> None:
-        self._backend, self._eos = backend, eos
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self.problem = lru_cache(maxsize=1024)(self._problem)
-
-    @classmethod
-    def of(cls, backend: Backend, special_tokens: Mapping[str, Any], stop_ids: Sequence[int]) -> Grammars:
-        """Return the grammars of a tokenizer: they end with its `eos_token` if that ends completions."""
-        eos = backend.token_to_id(str(special_tokens.get("eos_token")))
-        return cls(backend, eos if eos is not None and eos in stop_ids else min(stop_ids, default=0))
+        self._compiled = lru_cache(maxsize=256)(self._compile)
 
     def __reduce__(self) -> tuple[Callable[..., Grammars], tuple[Any, ...]]:
-        return Grammars, (self._backend, self._eos)
+        return Grammars, (self._backend,)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._backend.to_str(), eos_token=self._eos)
+        return LLTokenizer(self._backend.to_str())
 
     def literal(self, text: str) -> str:
         """Return text as Lark: what the tokenizer knows as one added token is that token."""
@@ -83,14 +75,15 @@ class Grammars:
 
     def constraint(self, sampling: SamplingParams) -> Constraint:
         """Return the constraint of a completion that begins now. Raises DataError for a wrong grammar."""
-        matcher = None
-        if sampling.grammar:
-            from llguidance import LLMatcher
-
-            if problem := self.problem(sampling.grammar):
-                raise DataError(f"the grammar cannot be used: {problem}")
-            matcher = LLMatcher(self._tokenizer, sampling.grammar, log_level=0)
+        matcher = self._compiled(sampling.grammar).deep_copy() if sampling.grammar else None
         return Constraint(matcher, self._backend.get_vocab_size(), sampling.forbidden)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        if problem := self.problem(grammar):
+            raise DataError(f"the grammar cannot be used: {problem}")
+        return LLMatcher(self._tokenizer, grammar, log_level=0)
 
     def support(self, sampling: SamplingParams, completion_ids: Ids) -> Support:
         """Return what could have been sampled at each token. Raises DataError where the tokens do not follow it."""
@@ -125,9 +118,7 @@ class Constraint:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(bits)] & bits
             self._check()
         if not bits.any():
-            raise DataError(
-                f"no token can follow the first {self._taken}: the grammar allows none that is not forbidden"
-            )
+            raise DataError(f"no token can follow the first {self._taken}: all that the grammar allows are forbidden")
         return bits.tobytes()
 
     def take(self, token: int) -> None:

@@ -238,7 +238,7 @@ class Session:
         """
         async with self._order:
             rendered = Prompt(await _off_loop(len(prompt), self._raw.ids, prompt))
-            grammar = turn_grammar(Turn(options.form), plain, self.renderer.grammars)
+            grammar = turn_grammar(Turn(options.form), plain, self.renderer.grammars, self.renderer.stop_ids)
             number = self._numbered(rendered)
         step, text, stop = await self._sample(number, rendered, options, grammar)
         self._raw.record(step)
@@ -309,7 +309,8 @@ class Session:
         turn = Turn(options.form, tools, options.tool_choice, options.parallel_tool_calls, begun)
         if options.continue_final_message and not turn.is_free:
             raise DataError("a form or strict tools cannot be combined with a reply that continues the last message")
-        return turn_grammar(turn, options.parse or self.parse, self.renderer.grammars)
+        renderer = self.renderer
+        return turn_grammar(turn, options.parse or self.parse, renderer.grammars, renderer.stop_ids)
 
     async def _sample(
         self, number: int, prompt: Prompt, options: CallOptions, grammar: str

@@ -61,7 +61,7 @@ def load_engine(model: Path, options: TorchEngineOptions, threads: int, determin
     else:
         module = load_pretrained(model, "model.path")
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    grammars = Grammars.of(tokenizer.backend_tokenizer, tokenizer.special_tokens_map, options.stop_token_ids)
+    grammars = Grammars(tokenizer.backend_tokenizer)
     return make_engine(
         module, options, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), grammars
     )
