@@ -3,7 +3,7 @@
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -316,6 +316,14 @@ def make_group(trajectories: Sequence[tuple[Sequence[Step], float | None]], inde
     return Group(group_id(index), index, 0, index, Task(f"task-{index}"), tuple(made))
 
 
+def each_step(change: Callable[[Step], Step], groups: Sequence[Group]) -> list[Group]:
+    """The groups with each step changed."""
+    return [
+        replace(g, trajectories=tuple(replace(t, steps=tuple(map(change, t.steps))) for t in g.trajectories))
+        for g in groups
+    ]
+
+
 ROUTINGS = ("absent", "empty", "short", "whole")
 
 
@@ -335,10 +343,7 @@ def routed(
         rows = {"empty": 0, "short": int(random.integers(0, tokens + 1)), "whole": tokens}[how]
         return replace(step, routing=pool[random.integers(0, choices, rows)].astype(np.int16))
 
-    return [
-        replace(g, trajectories=tuple(replace(t, steps=tuple(of(s) for s in t.steps)) for t in g.trajectories))
-        for g in groups
-    ]
+    return each_step(of, groups)
 
 
 REWARDS: tuple[float | None, ...] = (0.0, 1.0, 0.7, -2.5, None)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.models import make_group, make_step, ragged_groups, random_groups, routed
+from tests.models import each_step, make_group, make_step, ragged_groups, random_groups, routed
 from treadle.core.outcomes import as_played, as_trained, leave_out
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Group, Ids, Routing, Step
@@ -144,12 +144,7 @@ def slow(steps: tuple[Step, ...]) -> list[list[list[list[int]] | None]]:
 @given(st.data())
 def test_calls_carry_the_experts_of_their_tokens(data: st.DataObject) -> None:
     """Absent, empty, short or whole routing; what is dropped is inherited from all the same."""
-    groups = data.draw(routed(data.draw(ragged_groups(vocabulary=3))))
-    groups = [
-        replace(g, trajectories=tuple(replace(t, steps=tuple(map(drop_some, t.steps))) for t in g.trajectories))
-        for g in groups
-    ]
-    batch = flatten(groups)
+    batch = flatten(each_step(drop_some, data.draw(routed(data.draw(ragged_groups(vocabulary=3))))))
     made = calls(batch, routing=True)
     wanted = [
         keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tests.models import (
     VOCABULARY,
+    each_step,
     full,
     gradients,
     in_float64,
@@ -525,7 +527,15 @@ def cut(groups: Sequence[Group], seed: int = 0) -> list[Group]:
         ]
         return replace(step, support=Support.of(ids))
 
-    return [
-        replace(g, trajectories=tuple(replace(t, steps=tuple(map(of, t.steps))) for t in g.trajectories))
-        for g in groups
-    ]
+    return each_step(of, groups)
+
+
+def with_experts(groups: Sequence[Group], every: int = 1) -> list[Group]:
+    """Each sampled token was computed by two random experts of four. every: of which steps that is told."""
+    random, number = np.random.default_rng(0), itertools.count(1)
+
+    def of(step: Step) -> Step:
+        drawn = random.random((len(step.completion_ids), 2, 4)).argsort(-1)[..., :2]
+        return step if next(number) % every else replace(step, routing=drawn.astype(np.int16))
+
+    return each_step(of, groups)

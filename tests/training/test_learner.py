@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.models import (
     distance,
+    each_step,
     exact,
     full,
     gradients,
@@ -206,11 +207,7 @@ def recorded_by(model: PreTrainedModel, groups: list[Group]) -> list[Group]:
         with torch.no_grad():
             return replace(step, logprobs=full(step_logprobs(model, step)[0]).astype(np.float32))
 
-    def all_of(group: Group) -> Group:
-        trajectories = (replace(t, steps=tuple(map(exactly, t.steps))) for t in group.trajectories)
-        return replace(group, trajectories=tuple(trajectories))
-
-    return [all_of(group) for group in groups]
+    return each_step(exactly, groups)
 
 
 COMPARED = ("ratio_mean", "ratio_max", "ratio_min", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_kl")

@@ -29,7 +29,7 @@ from tests.models import (
     step_logprobs,
     tiny,
 )
-from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale
+from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale, with_experts
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import advantages
 from treadle.algorithms.reductions import token_weights
@@ -129,20 +129,6 @@ def test_any_layout_replays_what_each_step_alone_would(layout: dict[str, Any], d
     assert np.allclose(learner.logprobs(flatten(groups)), full(logp), rtol=0, atol=1e-11)
 
 
-def with_other_experts(groups: Sequence[Group], seed: int = 0) -> list[Group]:
-    """Random ones for every sampled token."""
-    random = np.random.default_rng(seed)
-
-    def of(step: Step) -> Step:
-        routing = random.random((len(step.completion_ids), 2, 4)).argsort(-1)[..., :2]
-        return replace(step, routing=routing.astype(np.int16))
-
-    return [
-        replace(g, trajectories=tuple(replace(t, steps=tuple(map(of, t.steps))) for t in g.trajectories))
-        for g in groups
-    ]
-
-
 QWEN3_5_MOE: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 4,
@@ -163,7 +149,7 @@ def test_experts_beside_layers_with_a_state_are_replayed(
     family: str, fields: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     """In chunks, as each step alone whose routers are told."""
-    model, groups = exact(family, **fields), with_other_experts(forked_groups(groups=1))
+    model, groups = exact(family, **fields), with_experts(forked_groups(groups=1))
     routers, batch, logp = Routers.of(model), flatten(groups), []
     for trajectory in batch.trajectories:
         table, recorded = distinct(trajectory.steps)
@@ -190,7 +176,7 @@ def test_experts_beside_layers_with_a_state_are_replayed(
 
 def test_experts_matter_in_these_tests_and_only_where_they_are_replayed() -> None:
     plain = forked_groups(groups=1)
-    groups = with_other_experts(plain)
+    groups = with_experts(plain)
     own, ignored, told = (
         make_learner(exact("qwen3-moe"), REINFORCE, routing_replay=replay).logprobs(flatten(g))
         for g, replay in ((plain, True), (groups, False), (groups, True))
@@ -208,7 +194,7 @@ def test_experts_matter_in_these_tests_and_only_where_they_are_replayed() -> Non
 )
 def test_other_families_replay_the_same_in_every_layout(family: str, fields: dict[str, Any]) -> None:
     model, plain = tiny(family, **fields), forked_groups(groups=1)
-    groups = with_other_experts(plain)
+    groups = with_experts(plain)
     found = [make_learner(model, routing_replay=True, packing=p).logprobs(flatten(groups)) for p in Packing]
     own = make_learner(model).logprobs(flatten(groups))
     for logp in found:
@@ -219,7 +205,7 @@ def test_other_families_replay_the_same_in_every_layout(family: str, fields: dic
 def test_experts_are_replayed_in_padded_rows_too() -> None:
     """In a model whose layers share no prefixes: as if each step stood in a row of its own."""
     model, plain = tiny("minimax"), forked_groups(groups=1)
-    batch = flatten(with_other_experts(plain))
+    batch = flatten(with_experts(plain))
     longest = max(len(step.full_ids) for step in batch.steps)
     alone, padded, own = (
         make_learner(model, routing_replay=replay, max_tokens_per_microbatch=budget).logprobs(batch)
@@ -284,7 +270,7 @@ def test_a_model_without_experts_is_refused() -> None:
 
 
 def test_experts_of_another_model_are_refused_by_name() -> None:
-    groups = with_other_experts(forked_groups(groups=1))
+    groups = with_experts(forked_groups(groups=1))
     first = groups[0].trajectories[0]
     strange = replace(first.steps[0], routing=np.full((1, 2, 1), 3, np.int16))
     groups = [replace(groups[0], trajectories=(replace(first, steps=(strange,)), *groups[0].trajectories[1:]))]

@@ -11,7 +11,18 @@ import torch
 
 from tests.engines.kit import random_scripts, recorded
 from tests.engines.test_sampling import slow_filters
-from tests.models import VOCABULARY, distance, exact, full, gradients, make_group, norm, step_logprobs, weights_of
+from tests.models import (
+    VOCABULARY,
+    distance,
+    each_step,
+    exact,
+    full,
+    gradients,
+    make_group,
+    norm,
+    step_logprobs,
+    weights_of,
+)
 from tests.training.reference import (
     LAYOUTS,
     accumulated,
@@ -82,10 +93,7 @@ def test_every_id_in_the_support_is_no_cut() -> None:
         return replace(step, support=Support.of([range(VOCABULARY)] * len(step.completion_ids)))
 
     plain: Any = forked_groups(groups=1)
-    groups = [
-        replace(g, trajectories=tuple(replace(t, steps=tuple(map(full, t.steps))) for t in g.trajectories))
-        for g in plain
-    ]
+    groups = each_step(full, plain)
     learner = make_learner(exact(), ALGORITHM)
     found, wanted = (learner.logprobs(flatten(each)) for each in (groups, plain))
     np.testing.assert_allclose(found, wanted, rtol=1e-12)

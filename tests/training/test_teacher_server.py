@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 pytest.importorskip("httpx")
 
-from tests.models import VOCABULARY, tiny
+from tests.models import VOCABULARY, each_step, tiny
 from tests.runs import check_finished, start, updates
 from tests.training.reference import forked_groups, make_learner
 from tests.worlds import Quiet
@@ -101,10 +101,7 @@ def groups() -> list[Group]:
     def at_one(step: Step) -> Step:
         return replace(step, sampling=replace(step.sampling, temperature=float(step.sampling.temperature > 0)))
 
-    return [
-        replace(g, trajectories=tuple(replace(t, steps=tuple(map(at_one, t.steps))) for t in g.trajectories))
-        for g in forked_groups(groups=2)
-    ]
+    return each_step(at_one, forked_groups(groups=2))
 
 
 @pytest.mark.parametrize("form", ["advantage", "loss", "reverse_top_k", "forward_top_k"])

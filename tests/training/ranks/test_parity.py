@@ -1,17 +1,16 @@
 """Ranks that share a model train what one process alone would: gradients, moments, metrics, digests."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.models import make_group, make_step, random_groups, tiny
+from tests.models import each_step, make_group, make_step, random_groups, tiny
 from tests.training.ranks.service import Case, Compared, Parity
-from tests.training.reference import COUPLED, LAYOUTS, LOSSES, cut, forked_groups, taught_advantages
+from tests.training.reference import COUPLED, LAYOUTS, LOSSES, cut, forked_groups, taught_advantages, with_experts
 from treadle.algorithms.config import CorrectionConfig, DistillationConfig, KlConfig
-from treadle.core.types import Group, Step
+from treadle.core.types import Group
 from treadle.training.rank_processes import RankProcesses
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -22,13 +21,7 @@ TREE = LAYOUTS["tree within group"]
 
 
 def untrained(group: Group) -> Group:
-    return replace(
-        group,
-        trajectories=tuple(
-            replace(t, steps=tuple(replace(s, mask=np.zeros(len(s.completion_ids), bool)) for s in t.steps))
-            for t in group.trajectories
-        ),
-    )
+    return each_step(lambda step: replace(step, mask=np.zeros(len(step.completion_ids), bool)), [group])[0]
 
 
 def budget(nodes: int, **more: Any) -> dict[str, Any]:
@@ -36,25 +29,6 @@ def budget(nodes: int, **more: Any) -> dict[str, Any]:
 
 
 CORRECTION = CorrectionConfig(product_mask=(0.1, 10.0), geometric_mask=(0.4, 2.5), renormalize=True)
-
-
-def with_experts(groups: Sequence[Group]) -> list[Group]:
-    """Each sampled token of every other step was computed by experts drawn at random."""
-    random = np.random.default_rng(0)
-
-    def of(step: Step, number: int) -> Step:
-        drawn = random.random((len(step.completion_ids), 2, 4)).argsort(-1)[..., :2]
-        return replace(step, routing=drawn.astype(np.int16)) if number % 2 else step
-
-    return [
-        replace(
-            g,
-            trajectories=tuple(
-                replace(t, steps=tuple(of(step, number) for number, step in enumerate(t.steps))) for t in g.trajectories
-            ),
-        )
-        for g in groups
-    ]
 
 
 LIMITS: dict[str, Any] = {
@@ -111,8 +85,8 @@ CASES = {
         MANY, reference=True, training=budget(25), algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": (0.05, 0.05)}
     ),
     "value head": Case(MANY, training=budget(25), algorithm={"advantage": "gae"}),
-    "routing replay": Case(with_experts(FEW), "qwen3-moe", training=budget(25, routing_replay=True)),
-    "routing replay, streamed": Case(with_experts(FEW), "qwen3-moe", training=budget(9, routing_replay=True)),
+    "routing replay": Case(with_experts(FEW, every=2), "qwen3-moe", training=budget(25, routing_replay=True)),
+    "routing replay, streamed": Case(with_experts(FEW, every=2), "qwen3-moe", training=budget(9, routing_replay=True)),
     "gradient checkpointing": Case(MANY, training=budget(25, gradient_checkpointing=True)),
     "gradient checkpointing, streamed": Case(FEW, training=budget(9, gradient_checkpointing=True)),
 }
