@@ -80,6 +80,12 @@ def test_gold_answers_score_as_in_the_library(name: str) -> None:
             assert step.info == {"no_answer": False, "unreadable_answer": False}
 
 
+def test_keys_that_are_numbers_become_text() -> None:
+    parts = {"config": {"datasets": [{"name": "graph_color"}]}}
+    for task in (*tasks("graph_color"), *reasoning_gym_tasks("train", "composite", 1, **parts)):
+        assert {"0", "1"} <= task.extras["metadata"]["possible_answer"].keys()
+
+
 @pytest.mark.slow
 def test_items_are_the_same_in_every_process_but_those_that_are_listed() -> None:
     code = (

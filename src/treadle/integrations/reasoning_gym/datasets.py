@@ -60,10 +60,17 @@ def reasoning_gym_tasks(
     opening = () if system == NO_SYSTEM else (Message(role="system", content=SYSTEM_PROMPTS[system]),)
     for number in range(count):
         item = items[number]
-        metadata, prompt = item["metadata"], (*opening, Message(role="user", content=item["question"]))
+        metadata, prompt = _with_text_keys(item["metadata"]), (*opening, Message(role="user", content=item["question"]))
         extras = {"dataset": metadata.get("source_dataset", dataset), "scored_by": dataset, "config": dict(config)}
         extras["metadata"] = metadata
         yield Task(f"{dataset}-{split}-{number:06d}", prompt, "reasoning_gym", item["answer"], extras)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return metadata with keys as JSON has them: some of `graph_color` are numbers, which no scorer reads."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    return [*map(_with_text_keys, value)] if isinstance(value, list) else value
 
 
 def make_dataset(name: str, config: Mapping[str, Any], count: int, seed: int) -> ProceduralDataset:
