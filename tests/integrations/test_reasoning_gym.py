@@ -81,8 +81,8 @@ def test_gold_answers_score_as_in_the_library(name: str) -> None:
 
 
 def test_keys_that_are_numbers_become_text() -> None:
-    parts = {"config": {"datasets": [{"name": "graph_color"}]}}
-    for task in (*tasks("graph_color"), *reasoning_gym_tasks("train", "composite", 1, **parts)):
+    mixture = reasoning_gym_tasks("train", "composite", 1, config={"datasets": [{"name": "graph_color"}]})
+    for task in (*tasks("graph_color"), *mixture):
         assert {"0", "1"} <= task.extras["metadata"]["possible_answer"].keys()
 
 

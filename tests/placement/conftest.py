@@ -12,7 +12,6 @@ import pytest
 from tests.runs import updates
 from tests.until import wait_until
 from tests.worlds import ROOT
-from treadle.engines.staging import is_running
 from treadle.placement.reserve import Bundle, Reservation, Role, reserve
 from treadle.placement.runtime import connected
 from treadle.workers.reaper import SHARED, shared_memory
@@ -118,12 +117,13 @@ def of_test(mark: str) -> list[str]:
     return [" ".join(words) for _, words in inherited("TREADLE_TEST", mark)]
 
 
-def orphans(*kinds: str) -> set[str]:
-    """Files of shared memory of these kinds that no process has any longer; of others, other tests leave some."""
-    kept = {Path(path).name for path in shared_memory(psutil.pids())}
-    left = {name for name in os.listdir(SHARED) if name.startswith(kinds)} - kept
-    return {name for name in left if not name.startswith("treadle") or not is_running(_writer(name))}
+def of_ray() -> set[str]:
+    """Ray's files of shared memory, of any cluster."""
+    return {name for name in os.listdir(SHARED) if name.startswith(("plasma", "ray"))}
 
 
-def _writer(name: str) -> int:
-    return int(name.split("-")[-2])
+def memory_of_test(mark: str) -> set[Path]:
+    """Files of shared memory that the test's processes have mapped, or write weights to."""
+    pids = [process.pid for process, _ in inherited("TREADLE_TEST", mark)]
+    written = {name for name in os.listdir(SHARED) if name.startswith("treadle") and int(name.split("-")[-2]) in pids}
+    return {Path(SHARED, name) for name in {*written, *shared_memory(pids)}}

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from tests.loop.test_self_play import DUEL
-from tests.placement.conftest import actors, of_test, orphans, start_driver, wait_for_updates
+from tests.placement.conftest import actors, of_ray, of_test, start_driver, wait_for_updates
 from tests.runs import check_finished, recorded, resume, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, tiny
@@ -91,7 +91,7 @@ def test_adapters_have_the_bits_of_one_process_and_attempts_one_version(tmp_path
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
-    before, mark, run = orphans("plasma", "ray"), uuid4().hex, tmp_path / "run"
+    before, mark, run = of_ray(), uuid4().hex, tmp_path / "run"
     driver = start_driver(run, mark, *SETTINGS, "orchestration.updates=1000")
     wait_for_updates(driver, run, 2)
     assert len(of_test(mark)) > 4
@@ -100,7 +100,7 @@ def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.S
     else:
         driver.send_signal(how)
     assert driver.wait(CEILING) == (0 if how is signal.SIGINT else -9)
-    wait_until(lambda: not of_test(mark) and not orphans("plasma", "ray") - before)
+    wait_until(lambda: not of_test(mark) and not of_ray() - before)
     resumed = resume(run, config=tiny(*SETTINGS, f"orchestration.updates={len(updates(run)) + 1}"))
     assert not resumed["stopped_early"]
     check_finished(run)

@@ -5,16 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
 import pytest
 
 from tests.engines.vllm.conftest import SIZES, TOKENIZER, python_with_vllm, sized
-from tests.placement.conftest import of_test, orphans, start_driver, wait_for_updates
+from tests.placement.conftest import memory_of_test, of_ray, of_test, start_driver, wait_for_updates
 from tests.runs import check_finished, query, start, updates
 from tests.until import wait_until
 from tests.worlds import Quiet
 from treadle.training.checkpoint import export_model
-from treadle.workers.reaper import shared_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -33,23 +31,21 @@ def settings() -> list[str]:
     ]
 
 
-KINDS = "plasma", "ray", "treadle", "psm_", "sem.", "vllm"
-
-
 @pytest.mark.parametrize("address", ["a_cluster_of_its_own", "a_given_cluster"])
 def test_nothing_is_left_of_servers_whose_run_is_killed(
     tmp_path: Path, request: pytest.FixtureRequest, address: str
 ) -> None:
     mark, run = uuid4().hex, tmp_path / "run"
     placed = request.getfixturevalue(address)(mark)
-    before, cluster = orphans(*KINDS), of_test(mark)
+    before, cluster = of_ray(), of_test(mark)
     driver = start_driver(run, mark, *settings(), *placed, "orchestration.updates=1000")
     wait_for_updates(driver, run, 2)
-    assert len(of_test(mark)) > len(cluster) + 8 and shared_memory(psutil.pids())
+    left = memory_of_test(mark)
+    assert len(of_test(mark)) > len(cluster) + 8 and left
     driver.kill()
     driver.wait()
     wait_until(lambda: all(each in cluster or each.startswith("ray::IDLE") for each in of_test(mark)))
-    wait_until(lambda: not orphans(*KINDS) - before)
+    wait_until(lambda: not of_ray() - before and not any(path.exists() for path in left))
 
 
 @pytest.fixture
