@@ -3,8 +3,10 @@
 import gc
 import os
 import signal
+import sys
 from collections import defaultdict
 from random import Random
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -57,3 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group.sort(key=lambda item: item.nodeid)
         for item in Random(name).sample(group, max(0, len(group) - mark.args[0])):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An importable module to put a user's own things into."""
+    module = ModuleType("treadle_test_user_module")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module

@@ -1,7 +1,6 @@
 """Tasks of JSON lines and of generators."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +17,6 @@ from treadle.data.load import load_tasks as load
 
 LOOKUP, ARITHMETIC = "treadle.envs.lookup", "treadle.envs.arithmetic"
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture
-def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """An importable module to put a user's own things into."""
-    module = ModuleType("treadle_test_user_module")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
 
 
 def load_tasks(

@@ -1,4 +1,3 @@
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -9,14 +8,6 @@ from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.lookup import Lookup
 from treadle.envs.tasks import load_environment, load_reward
-
-
-@pytest.fixture
-def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """An importable module to put a user's own things into."""
-    module = ModuleType("treadle_test_user_module")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
 
 
 def test_an_environment_is_loaded_as_its_class() -> None:

@@ -7,11 +7,21 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from treadle.core.config import build
+from treadle.judge import Criterion
+from treadle.rollout import chat_endpoint
 from treadle.rollout.other_models import OtherModelConfig, UrlModel
 
 Script = Callable[[list[dict[str, str]]], "str | int | bytes | tuple[int, bytes] | None"]
 """From messages to a reply, a status, a body, both, or None: the call hangs."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
+
 
 TOKENS = 7  # that each answer is said to have cost
 
@@ -93,3 +103,13 @@ def judging(script: Script) -> Iterator[JudgeServer]:
 def at(url: str, **settings: Any) -> UrlModel:
     """The model at a URL, as a recipe's `models` would name it."""
     return UrlModel(build(OtherModelConfig, {"url": url, "model": "m", **settings}))
+
+
+def check_read(parser: Any, reply: str, value: float | None) -> None:
+    """value: None if the reply is refused."""
+    criterion = Criterion("c", "?", parser)
+    if value is not None:
+        assert criterion.read(reply) == value
+    else:
+        with pytest.raises(ValueError):
+            criterion.read(reply)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,8 @@ import pytest
 
 pytest.importorskip("httpx")
 
-from tests.judge.servers import at, judging
+from tests.judge.servers import at, check_read, judging
+from tests.judge.servers import quick as quick
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.text import redacted, without_keys
 from treadle.core.types import Message, StopReason
@@ -33,11 +34,6 @@ from treadle.rollout.other_models import OPEN_MODELS, Chat, OnTry
 from treadle.rollout.session import Address, OtherReply
 
 NUMBER, KEY = Criterion("good", "Good?", "number"), "sk-Ab/12+cd.34-XyZ"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
 
 
 def completion(content: str = "ANSWER: 1", reason: str | None = "stop", usage: Any = None) -> bytes:
@@ -95,12 +91,7 @@ GOOD = '{"reason": "as <think> } says", "score": 10}'
     ],
 )
 def test_json_is_read_behind_a_thought(reply: str, value: float | None) -> None:
-    criterion = Criterion("c", "?", "json")
-    if value is not None:
-        assert criterion.read(reply) == value
-    else:
-        with pytest.raises(ValueError):
-            criterion.read(reply)
+    check_read("json", reply, value)
 
 
 @pytest.mark.parametrize("reply", ["<think>Perhaps:\nANSWER: 7", "Hm.\nANSWER: 7\n</think>\n", "[THINK]\nANSWER: 7"])
@@ -190,6 +181,12 @@ ECHOES = {
 }
 
 
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @pytest.mark.parametrize("echo", ECHOES)
 async def test_a_key_that_the_server_repeats_is_in_no_error(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", KEY)
@@ -199,11 +196,9 @@ async def test_a_key_that_the_server_repeats_is_in_no_error(echo: str, monkeypat
         answer = status, body.encode()
         with judging(in_turn(answer, answer)) as server, pytest.raises(TrajectoryFailure) as caught:
             await Judge(at(server.url, api_key_env="MINE"), [NUMBER]).grade("Hello.")
-        error: BaseException | None = caught.value
-        while error is not None:
+        for error in with_causes(caught.value):
             text = (repr(error) + str(error)).replace(server.url, "")  # whose port may have those digits
             assert not any(part in text for part in (KEY, KEY[:9], KEY[-6:], "sk-Ab", "005"))
-            error = error.__cause__ or error.__context__
 
 
 async def test_a_key_that_is_no_header_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +206,7 @@ async def test_a_key_that_is_no_header_is_in_no_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)
     with judging(lambda m: completion()) as server, pytest.raises(TrajectoryFailure, match="Illegal header") as caught:
         await Judge(at(server.url, api_key_env="MINE"), [NUMBER]).grade("Hello.")
-    error: BaseException | None = caught.value
-    while error is not None:
-        assert "sk-Ab" not in str(error)
-        error = error.__cause__ or error.__context__
+    assert not any("sk-Ab" in str(error) for error in with_causes(caught.value))
 
 
 async def test_a_key_in_a_reply_is_in_no_record(monkeypatch: pytest.MonkeyPatch) -> None:

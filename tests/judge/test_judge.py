@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("httpx")
 
-from tests.judge.servers import TOKENS, at, judging
+from tests.judge.servers import TOKENS, at, check_read, judging
+from tests.judge.servers import quick as quick
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.judge import Criterion, Judge
 from treadle.judge.prompt import messages, quote
@@ -19,11 +20,6 @@ from treadle.rollout.isolation.user_code import UserCode
 
 POLITE = Criterion("polite", "Is the agent polite?")
 YES = "It is.\nANSWER: yes"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_replies_are_read_or_refused(parser: Any, reply: str, value: float | None) -> None:
-    criterion = Criterion("c", "?", parser)
-    if value is not None:
-        assert criterion.read(reply) == value
-    else:
-        with pytest.raises(ValueError):
-            criterion.read(reply)
+    check_read(parser, reply, value)
 
 
 @pytest.mark.parametrize(

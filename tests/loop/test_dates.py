@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import resume, start
+from tests.runs import recorded, resume, start
 from tests.worlds import ROOT, Quiet, tiny
 from treadle.api.evaluate import evaluate_model, find_subject, held_out_inputs
 from treadle.api.export import export_checkpoint
@@ -51,6 +51,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Iterator[Pa
 
 def year(prompt: str) -> str:
     return prompt[:4]
+
+
+def test_a_run_that_goes_on(run: Path) -> None:
+    year = load_chat(tiny().model, None)[1].encode("1999").tolist()
+    prompts = [step.prompt_ids[: len(year)].tolist() for _, steps in recorded(run) for step in steps]
+    assert len(prompts) > 20 and prompts == [year] * len(prompts)
 
 
 @pytest.mark.parametrize("way", ["the run", "its checkpoint", "its export", "a recipe with its model"])

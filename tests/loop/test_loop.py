@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import pandas
 import pytest
 
 from tests.runs import Interrupting, Summary, check_finished, put_config, query, recorded, resume, start, updates
-from tests.worlds import ROOT, Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
+from tests.worlds import Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
 from treadle.api import run as api_run
 from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
@@ -27,7 +26,6 @@ from treadle.core.trainer import Trainer
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.loop.loop import Checkpointer
-from treadle.models.chat import load_chat
 from treadle.packing.checks import split_untrainable
 from treadle.plan.device import settled
 from treadle.plan.inputs import Inputs, make_inputs
@@ -709,25 +707,3 @@ def test_attempts_that_are_made_again_do_not_stop_a_run(tmp_path: Path) -> None:
     check_finished(tmp_path / "run")
     failed = query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'")
     assert failed[0]["n"] > 8
-
-
-def test_a_template_that_writes_the_date_writes_that_of_the_runs_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Before(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> "Before":
-            return cls(1999, 3, 4)
-
-    template = tmp_path / "dated.jinja"
-    own = (ROOT / "src/treadle/recipes/tokenizer/chat_template.jinja").read_text()
-    template.write_text("{{ strftime_now('%Y') }}" + own)
-    with monkeypatch.context() as then:
-        then.setattr("treadle.api.run.datetime", Before)
-        start(tmp_path / "run", "orchestration.updates=2", f"model.chat_template={template}")
-    config = tiny("orchestration.updates=3", f"model.chat_template={template}")
-    resume(tmp_path / "run", config=config)
-    tables = [pandas.read_parquet(shard) for shard in (tmp_path / "run" / "rollouts").iterdir()]
-    year = load_chat(config.model, None)[1].encode("1999").tolist()
-    prompts = [list(prompt) for table in tables for prompt in table.prompt_ids]
-    assert len(prompts) > 20 and all(prompt[: len(year)] == year for prompt in prompts)

@@ -11,6 +11,7 @@ import yaml
 pytest.importorskip("httpx")
 
 from tests.judge.servers import TOKENS, judging
+from tests.judge.servers import quick as quick
 from tests.rollout.kit import attempt
 from tests.worlds import ROOT, addresses, plain_ids, saying, tiny, tool, user
 from treadle.core.config import build
@@ -18,16 +19,10 @@ from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Message, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.plan.other_models import make_models
-from treadle.rollout import chat_endpoint
 from treadle.rollout.agents.clients import anthropic_client
 from treadle.rollout.other_models import OtherModelConfig, address_of
 
 HI, TELL = user("hi"), user("Tell it.")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
 
 
 class Shop(Environment):

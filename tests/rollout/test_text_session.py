@@ -16,6 +16,7 @@ pytest.importorskip("httpx")
 
 import treadle
 from tests.judge.servers import judging
+from tests.judge.servers import quick as quick
 from tests.worlds import addresses, user
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, DataError
@@ -38,11 +39,6 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.other_models import OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.text_session import EndpointPolicy, open_text_rollouts
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
 
 
 async def played(url: str, player: Any, *, timeout: float = 45.0, options: Any = None, **rollout: Any) -> Trajectory:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 pytest.importorskip("httpx")
 
+from tests.judge.servers import quick as quick
 from tests.models import VOCABULARY, each_step, tiny
 from tests.runs import check_finished, start, updates
 from tests.training.reference import forked_groups, make_learner
@@ -28,17 +29,11 @@ from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.types import Group, Step
 from treadle.packing.flat import flatten
 from treadle.plan.validation import check_changes, check_config, check_playing, check_settings
-from treadle.rollout import chat_endpoint
 from treadle.training import teacher_server
 from treadle.training.config import WarmStartConfig
 from treadle.training.teacher_server import TeacherServer, covering
 
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
 
 
 class Scripted:

@@ -3,7 +3,6 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
-from transformers.utils import logging
 
+from tests.models import quiet as quiet
 from tests.models import random_groups, same_bits, weights_of
 from tests.towers import IMAGE, TOKENIZER, TOWERS, VOCABULARY, image_logits, is_of_language, original, tensors, write
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
@@ -33,6 +32,7 @@ from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
 LORA = LoraConfig(rank=2)
 SHARING = [family for family in TOWERS if family != "qwen3_5"]
 KL = AlgorithmConfig(kl=KlConfig(coef=0.1))
@@ -44,17 +44,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in TOWERS:
         write(root / family, family)
     return root
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers tells on standard error which faster kernels it lacks, and Treadle that rows are not shared."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*cannot share prefixes")
-        yield
-    logging.set_verbosity(before)
 
 
 def load(directory: Path, adapter: Path | None = None, lora: LoraConfig | None = None, **options: Any) -> Any:

@@ -53,7 +53,9 @@ async def ask(http: httpx.AsyncClient, address: SessionAddress, body: Any = None
 
 
 async def hang_up(http: httpx.AsyncClient, server: Served, address: SessionAddress, **headers: str) -> None:
-    """Ask, wait until it is being sampled, and go."""
+    """Ask an engine that answers later, wait until it is being sampled, and go."""
+    assert isinstance(server.engine, Slow)
+    server.engine.gate.clear()
     before = len(server.engine.calls)
     call = asyncio.ensure_future(ask(http, address, **headers))
     await until(lambda: len(server.engine.calls) > before)
@@ -102,7 +104,6 @@ async def test_the_sdks_retry_count_makes_a_retry_only_of_the_same_body() -> Non
 async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None:
     engine = numbering()
     async with asked(engine, grace=CEILING) as (server, http, address):
-        engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: not joined(server, address))
         again = asyncio.ensure_future(ask(http, address, **headers))
@@ -116,7 +117,6 @@ async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None
 async def test_an_answer_that_nobody_read_is_dropped_until_a_retry_reads_it() -> None:
     engine = numbering()
     async with asked(engine, grace=CEILING) as (server, http, address):
-        engine.gate.clear()
         await hang_up(http, server, address)
         engine.gate.set()
         await until(server.steps)
@@ -130,7 +130,6 @@ async def test_an_answer_that_nobody_read_is_dropped_until_a_retry_reads_it() ->
 async def test_after_the_grace_it_is_aborted_and_recorded_as_cancelled() -> None:
     engine = numbering()
     async with asked(engine, grace=0.05) as (server, http, address):
-        engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
@@ -223,7 +222,6 @@ def unanswered(server: Served) -> list[type[BaseException]]:
 async def test_what_a_client_gave_up_is_unanswered_until_it_asks_again(became: str, again: bool) -> None:
     engine = Failing(*([1] if became == "failed" else []), when=lambda: engine.gate.is_set())
     async with asked(engine, grace=0.0 if became == "aborted" else CEILING) as (server, http, address):
-        engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: not joined(server, address))
         assert unanswered(server) == [GivenUp]
@@ -371,7 +369,6 @@ async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
     async with asked(engine, grace=CEILING) as (server, http, address):
         with pytest.raises(httpx.HTTPStatusError, match="503"):
             await ask(http, address)
-        engine.gate.clear()
         await hang_up(http, server, address)
         engine.gate.set()
         await until(server.steps)
