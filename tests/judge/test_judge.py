@@ -55,7 +55,7 @@ def test_replies_are_read_or_refused(parser: Any, reply: str, value: float | Non
         (lambda: Judge("judge", [POLITE], votes=0), "at least 1"),
         (lambda: Judge("judge", [POLITE], tries=0), "at least 1"),
         (lambda: Judge("policy", [POLITE], cache="replies"), "leave out its cache"),
-        (lambda: Judge("judge", [POLITE], options={"seed": 1}), "'seed' is none of .*max_tokens"),
+        (lambda: Judge("judge", [POLITE], options={"seed": 1}), "'seed' is none of "),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[[], object], message: str) -> None:
