@@ -139,14 +139,6 @@ def test_limits_that_fit_are_proposed(overrides: list[str], fitting: str) -> Non
     check_context(tiny(*limits, *fitting.split(" and ")), 128)
 
 
-def test_nothing_is_left_behind_by_a_run_that_cannot_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exceeds the model's context of 128"):
-        start(tmp_path / "run", "rollout.max_input_tokens=200")
-    with pytest.raises(ConfigError, match="qwen3 knows no"):
-        start(tmp_path / "run", "model.build.hidden_sise=3")
-    assert not (tmp_path / "run").exists()
-
-
 # The engine
 
 
