@@ -8,6 +8,7 @@ from treadle.core import errors
 from treadle.core.errors import (
     Cause,
     ContextExceeded,
+    FormError,
     InfrastructureError,
     StepsExceeded,
     TokensExceeded,
@@ -20,6 +21,7 @@ MADE = [
     TrajectoryFailure(Cause.TIMEOUT, "no answer in 5 s"),
     InfrastructureError("search is down"),
     ContextExceeded(1025, 1024),
+    FormError("tool_choice", "there are no tools"),
     StepsExceeded(8),
     TokensExceeded(9),
 ]

@@ -153,7 +153,7 @@ def test_a_wrong_schema_is_refused_with_its_place(schema: Any, where: str, why: 
     strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
     with pytest.raises(DataError) as refused:
         grammar(Turn(tools=(strict,)), "hermes")
-    assert str(refused.value).startswith(f"the parameters of f{where}: {why}")
+    assert str(refused.value).startswith(f"tools.f.parameters{where}: {why}")
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class Person:
             self.console.line("the conversation was changed; it continues from here:", style="yellow")
         for message in messages[same:]:
             self._show(message)
+        if options.form is not None:
+            self.console.line("the reply must look like ", (options.form.text, "cyan"))
         while True:
             try:
                 message = reply_of(_read_lines(), tools)

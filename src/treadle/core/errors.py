@@ -21,6 +21,17 @@ class DataError(TreadleError, ValueError):
     """Raised for an invalid data set, task, demonstration or record."""
 
 
+class FormError(DataError):
+    """Raised for a form, schema or choice of tools that replies cannot follow. where: the place in what was asked."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(where, reason)
+        self.where = where
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
+
+
 class DownloadError(TreadleError, RuntimeError):
     """Raised if a model cannot be downloaded: no network, no such package in the index, no pip."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.core.errors import DataError
+from treadle.core.errors import DataError, FormError
 from treadle.core.types import Form
 from treadle.rendering.grammars import Grammars, quoted
 from treadle.rendering.replies import (
@@ -50,7 +50,12 @@ class Turn:
     @property
     def is_free(self) -> bool:
         """Return whether any text will do."""
-        return self.form is None and self.choice == "auto" and not any(map(_is_strict, self.tools))
+        return not self.demands and not any(map(_is_strict, self.tools))
+
+    @property
+    def demands(self) -> bool:
+        """Return whether not every text without a call will do."""
+        return self.form is not None or self.choice != "auto"
 
 
 def turn_grammar(turn: Turn, parse: ReplyParser, grammars: Grammars, stop_ids: Sequence[int]) -> str:
@@ -142,12 +147,12 @@ class _Writer:
         try:
             lark = any_to_lark(form.text)
         except GbnfToLarkError as error:
-            raise DataError(f"{form.where}: {error}") from error
+            raise FormError(form.where, str(error)) from error
         return self._checked(f"%lark {{\n{lark}\n}}", form.where)
 
     def _checked(self, rule: str, where: str) -> str:
         if problem := self.grammars.problem(f"start: {rule}"):
-            raise DataError(f"{where}: {problem}")
+            raise FormError(where, problem)
         return rule
 
     def schema(self, schema: Any, where: str) -> str:
@@ -157,7 +162,7 @@ class _Writer:
             return self.grammars.problem(f"start: %json {json.dumps(part)}")
 
         if not isinstance(schema, dict):
-            raise DataError(f"{where}: a JSON schema must be an object, got {json.dumps(schema)[:60]}")
+            raise FormError(where, f"a JSON schema must be an object, got {json.dumps(schema)[:60]}")
         part, wrong = schema, problem(schema)
         known = {name: schema[name] for name in _DEFINITIONS if name in schema}
         while wrong:
@@ -165,7 +170,7 @@ class _Writer:
             at, part, why = next((found for found in inner if found[2]), ("", {}, ""))
             if not why:
                 reason = wrong.partition("JSON schema: ")[2].partition("\n   1 |")[0]
-                raise DataError(f"{where}: {reason or wrong}")
+                raise FormError(where, reason or wrong)
             where, wrong = where + at, why
         return f"%json {json.dumps(schema)}"
 
@@ -175,7 +180,7 @@ class _Writer:
         named = [function for function in functions if turn.choice in ("auto", "required", function.get("name"))]
         if not named:
             names = ", ".join(repr(function.get("name")) for function in functions) or "none"
-            raise DataError(f"tool_choice: {turn.choice!r} is not among the tools: {names}")
+            raise FormError("tool_choice", f"{turn.choice!r:.60} is not among the tools: {names}")
         write = _WRITERS.get(_read(parse))
         if write is None:
             raise DataError(
@@ -190,7 +195,7 @@ class _Writer:
         if function.get("strict") is not True:
             parameters = {"type": "object"}
         opening = f'{{"name": {json.dumps(name)}, "{key}": '
-        return f"{quoted(opening)} {self.schema(parameters, f'the parameters of {name}')} {quoted('}')}"
+        return f"{quoted(opening)} {self.schema(parameters, f'tools.{name}.parameters')} {quoted('}')}"
 
     def hermes(self, function: Mapping[str, Any]) -> str:
         return f"{_GAP} {self.json_call(function, 'arguments')} {_GAP} {self.grammars.literal(CALL_END)}"
@@ -209,8 +214,8 @@ class _Writer:
 
     def _arguments(self, function: Mapping[str, Any], opening: str, closing: str) -> Iterator[str]:
         """Yield each declared argument between tags: texts as they are, other values as JSON."""
-        parameters, name = function.get("parameters") or {}, function["name"]
-        self.schema(parameters, f"the parameters of {name}")
+        parameters, where = function.get("parameters") or {}, f"tools.{function['name']}.parameters"
+        self.schema(parameters, where)
         known = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
         for key, schema in parameters.get("properties", {}).items():
             texts = schema.get("enum", [schema["const"]] if "const" in schema else [None])
@@ -219,7 +224,7 @@ class _Writer:
             elif schema.get("type") == "string":
                 value = self.until(closing)
             else:
-                value = self.schema({**known, **schema}, f"the parameter {key} of {name}")
+                value = self.schema({**known, **schema}, f"{where}.properties.{key}")
                 value = f"{value} {self.grammars.literal(closing)}"
             written = f"{self.grammars.literal(opening.format(key))} {value} {_GAP}"
             yield written if key in parameters.get("required", ()) else f"({written})?"

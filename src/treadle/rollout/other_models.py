@@ -9,6 +9,7 @@ trajectory, and trained.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -25,7 +26,15 @@ from pydantic import Field, model_validator
 
 from treadle.core.config import Config
 from treadle.core.draws import Stream
-from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TokensExceeded, TrajectoryFailure
+from treadle.core.errors import (
+    Cause,
+    ContextExceeded,
+    DataError,
+    EngineError,
+    FormError,
+    TokensExceeded,
+    TrajectoryFailure,
+)
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.types import Message, ModelCall, SamplingParams, Step, as_messages
 from treadle.envs.base import Models
@@ -146,6 +155,30 @@ async def open_models(make: Mapping[str, MakeModel], began: datetime | None) -> 
         yield models
 
 
+def call_fields(tools: Sequence[Tool], options: CallOptions) -> dict[str, Any]:
+    """Return what a call asks of its reply, as fields of chat completions.
+
+    Raises FormError for a form that is not JSON.
+    """
+    fields: dict[str, Any] = {}
+    if tools:
+        fields["tools"] = list(tools)
+        if not options.tool_calls:
+            fields["tool_choice"] = "none"
+        elif options.tool_choice == "required":
+            fields["tool_choice"] = "required"
+        elif options.tool_choice != "auto":
+            fields["tool_choice"] = {"type": "function", "function": {"name": options.tool_choice}}
+        if not options.parallel_tool_calls:
+            fields["parallel_tool_calls"] = False
+    if options.form is not None and options.form.kind != "json":
+        raise FormError(options.form.where, "a model behind a URL is asked for a JSON schema only; use one")
+    if options.form is not None:
+        schema = {"name": "reply", "schema": json.loads(options.form.text), "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
 class UrlModel:
     """A model behind a URL."""
 
@@ -183,9 +216,7 @@ class UrlModel:
                 raise DataError(
                     f"{unknown[0]} is {asked[unknown[0]]}; write it into the recipe's models, or leave it out"
                 )
-            if tools:
-                asked |= {"tools": list(tools), "tool_choice": "auto" if options.tool_calls else "none"}
-            return _as_reply(await self._endpoint.ask(messages, tried, **asked))
+            return _as_reply(await self._endpoint.ask(messages, tried, **asked, **call_fields(tools, options)))
 
         return chat
 

@@ -25,7 +25,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.forms import Turn, turn_grammar
 from treadle.rendering.identity import Prompt, Record
-from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
+from treadle.rendering.replies import THOUGHT_TAGS, Parser, ReplyParser, Tool, parser_name, plain
 from treadle.rollout.replay import AnsweredCall, Replay, request_digest
 
 P = ParamSpec("P")
@@ -71,7 +71,8 @@ class SessionSpec:
 class CallOptions:
     """Options of one call, beside messages and tools.
 
-    sampling_overrides: fields of SamplingParams set by the caller: `{"temperature": 0.2}`. tool_calls: whether to look
+    sampling_overrides: fields of SamplingParams set by the caller: `{"temperature": 0.2}`; and `logit_bias`, ids that
+    it forbids. tool_calls: whether to look
     for tool calls in the reply. form: what its content must look like. tool_choice: `required` or a tool's name if it
     must call one. parallel_tool_calls: whether to return more than the first: the others are otherwise in
     no later prompt, and `Step.withheld` counts them. template_kwargs, continue_final_message: for the chat template.
@@ -306,11 +307,17 @@ class Session:
         return next(self._calls.numbers)
 
     def _grammar(self, tools: Sequence[Tool], options: CallOptions, begun: bool) -> str:
-        turn = Turn(options.form, tools, options.tool_choice, options.parallel_tool_calls, begun)
+        choice = options.tool_choice if options.tool_calls else "auto"
+        turn = Turn(options.form, tools, choice, options.parallel_tool_calls, begun)
+        parse = options.parse or self.parse
+        if not turn.is_free and not turn.demands and not isinstance(parse, Parser):
+            # Not refused: clients ask for it by default.
+            line = f"calls that {parser_name(parse)} reads have no grammar here: tools are strict in vain"
+            self.notes[line] = line
+            return ""
         if options.continue_final_message and not turn.is_free:
             raise DataError("a form or strict tools cannot be combined with a reply that continues the last message")
-        renderer = self.renderer
-        return turn_grammar(turn, options.parse or self.parse, renderer.grammars, renderer.stop_ids)
+        return turn_grammar(turn, parse, self.renderer.grammars, self.renderer.stop_ids)
 
     async def _sample(
         self, number: int, prompt: Prompt, options: CallOptions, grammar: str
@@ -392,6 +399,9 @@ class Session:
         recipe = self._spec.sampling
         seeded = replace(recipe, seed=self._seed(number))
         if self._callers_sampling:
+            if isinstance(ids := overrides.get("logit_bias"), tuple):
+                overrides = {**overrides, "forbidden": ids}
+                del overrides["logit_bias"]
             for name in sorted(overrides.keys() - _SAMPLING):
                 raise DataError(f"{name} is {overrides[name]}; no engine here samples that way, leave it out")
             sampling = replace(seeded, **overrides)

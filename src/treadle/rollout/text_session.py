@@ -35,7 +35,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.gateway import AgentDriver, AgentSession
 from treadle.rollout.isolation.event_loop import watched_event_loop
-from treadle.rollout.other_models import Chat, OtherModelConfig, open_models
+from treadle.rollout.other_models import Chat, OtherModelConfig, call_fields, open_models
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import CallOptions, OtherReply, Reply, Session, SessionSpec
 
@@ -60,12 +60,8 @@ class EndpointPolicy:
         self._fixed = config.options
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
-        request = dict(options.sampling_overrides)
-        if tools:
-            request["tools"] = list(tools)
-            if not options.tool_calls:
-                request["tool_choice"] = "none"
-        request = {name: value for name, value in {**request, **self._fixed}.items() if value is not None}
+        request = {**options.sampling_overrides, **call_fields(tools, options), **self._fixed}
+        request = {name: value for name, value in request.items() if value is not None}
         answer = await self._endpoint.ask(messages, **request)
         if answer.stop_reason is StopReason.ABORT:
             raise EngineError("its server cut off the answer (finish_reason says neither that it ended, nor length)")

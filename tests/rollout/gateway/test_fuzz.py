@@ -12,6 +12,7 @@ from http.client import HTTPConnection
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +22,8 @@ from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import status_code_conformance
 
 from tests.rollout.gateway.servers import Slow, looks_then_answers, scripted, served
-from tests.worlds import user
+from tests.worlds import END, plain_renderer, user
+from treadle.core.types import Ids, SamplingParams
 from treadle.rollout.gateway.chat_completions import ChatRequest, RawRequest
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.gateway.messages import CountRequest, MessagesRequest
@@ -43,6 +45,22 @@ MODELS: dict[str, Any] = dict(
 CHECKS: Any = [not_a_server_error, status_code_conformance]
 
 
+def obedient(prompt: Ids, sampling: SamplingParams) -> list[int]:
+    """A call or an answer; or whatever a grammar allows."""
+    if not sampling.constrains:
+        return SAYS(prompt, sampling)
+    constraint, draws = plain_renderer().grammars.constraint(sampling), np.random.default_rng(sampling.seed)
+    tokens: list[int] = []
+    while len(tokens) < sampling.max_tokens and END not in tokens:
+        possible = np.unpackbits(np.frombuffer(constraint.mask(), np.uint8), bitorder="little")
+        tokens.append(int(draws.choice(np.flatnonzero(possible))))
+        constraint.take(tokens[-1])
+    return tokens
+
+
+SAYS = scripted(looks_then_answers)
+
+
 @dataclass(frozen=True)
 class Running:
     url: str
@@ -59,7 +77,7 @@ def running() -> Iterator[Running]:
 
     async def serve() -> None:
         stop = asyncio.Event()
-        async with served(Slow(scripted(looks_then_answers)), max_body=2**20) as server:
+        async with served(Slow(obedient), max_body=2**20) as server:
             found.append((server, server.open("one"), server.open("two"), stop))
             ready.set()
             await stop.wait()

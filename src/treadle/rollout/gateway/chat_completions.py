@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from treadle.core.types import Message
 from treadle.rendering.structure import offsets
@@ -91,6 +91,7 @@ AnyMessage = Annotated[ChatMessage | ToolMessage | AssistantMessage, Field(discr
 class Function(api.RequestModel):
     name: api.Text
     parameters: api.Object | None = None
+    strict: api.Flag = False
 
 
 class FunctionTool(api.RequestModel):
@@ -98,14 +99,21 @@ class FunctionTool(api.RequestModel):
     function: Function
 
 
-def _without_a_list(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+def _choice(choice: Any) -> Any:
+    """Parse a choice of tools to `auto`, `none`, `required` or a tool's name."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "allowed_tools":
         raise api.problem("allowed_tools is not supported: the model sees all `tools`; offer only the allowed ones")
-    return choice
+    if isinstance(choice, dict) and kind == "function":
+        function = choice.get("function", choice)  # of chat completions; the Responses API has its fields here
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str) and name:
+            return name
+    elif kind in ("auto", "none", "required"):
+        return kind
+    raise api.problem(f"must be auto, none, required or a function with a name, got {json.dumps(choice):.60}")
 
 
-ToolChoice = Annotated[Literal["auto", "none", "required"] | api.Object, AfterValidator(_without_a_list)]
-"""`required` or a named tool cannot be enforced, and counts as `auto`."""
+ToolChoice = Annotated[str, BeforeValidator(_choice)]
 
 
 class ChatRequest(api.SamplingRequest):
@@ -120,7 +128,7 @@ class ChatRequest(api.SamplingRequest):
     logprobs: api.Flag = False
     top_logprobs: Literal[0] = 0  # unknown for other tokens
     stream_options: api.StreamOptions = api.StreamOptions()
-    response_format: api.TextFormat = api.TextFormat()
+    response_format: api.ChatFormat | None = None
     modalities: tuple[Literal["text"], ...] = ()
     chat_template_kwargs: api.Object | None = None
     continue_final_message: api.Flag = False
@@ -143,6 +151,8 @@ def _read_chat(body: api.Json) -> api.CompletionRequest:
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_completion_tokens or request.max_tokens, request.stop),
             tool_calls=request.tool_choice != "none",
+            form=request.form(api.form_of(request.response_format, "response_format")),
+            tool_choice=request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls,
             template_kwargs=request.chat_template_kwargs or None,
             continue_final_message=request.continue_final_message,
@@ -268,6 +278,7 @@ class RawRequest(api.SamplingRequest):
     best_of: api.Choices | None = None
     logprobs: Literal[0, 1, False, True] | None = None
     stream_options: api.StreamOptions = api.StreamOptions()
+    response_format: api.ChatFormat | None = None
     suffix: api.Unsupported = None
     echo: api.Unsupported = None
 
@@ -279,7 +290,10 @@ def _read_raw(body: api.Json) -> api.CompletionRequest:
     return api.CompletionRequest(
         model=request.model,
         prompts=tuple(request.prompt),
-        options=CallOptions(sampling_overrides=request.overrides(request.max_tokens, request.stop)),
+        options=CallOptions(
+            sampling_overrides=request.overrides(request.max_tokens, request.stop),
+            form=request.form(api.form_of(request.response_format, "response_format")),
+        ),
         choices=request.n,
         stream=request.stream,
         usage_in_stream=request.stream_options.include_usage,

@@ -101,6 +101,7 @@ class ToolDescription(api.RequestModel):
     name: api.Text = ""
     description: api.Text = ""
     input_schema: api.Object | None = None
+    strict: api.Flag = False
 
     @property
     def left_out(self) -> bool:
@@ -116,15 +117,24 @@ class ToolDescription(api.RequestModel):
 
     def tool(self) -> Tool:
         """Convert to OpenAI's form, as templates expect it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema or {}}
+        function: api.Json = {"name": self.name, "description": self.description, "parameters": self.input_schema or {}}
+        if self.strict:
+            function["strict"] = True
         return {"type": "function", "function": function}
 
 
 class Choice(api.RequestModel):
-    """Which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
+    """Which tools may be called. name: of the one that must be, with `tool`."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: api.Text = ""
     disable_parallel_tool_use: api.Flag = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> Self:
+        if self.type == "tool" and not self.name:
+            raise api.problem("needs the name of the tool")
+        return self
 
 
 class ThinkingChoice(api.RequestModel):
@@ -147,9 +157,9 @@ class CountRequest(api.RequestModel):
 
 
 class OutputConfig(api.RequestModel):
-    """Options for the form of answers: efforts are ignored, formats refused."""
+    """Options for the form of answers: efforts are ignored."""
 
-    format: api.Unsupported = None
+    format: api.Format | None = None
 
 
 class MessagesRequest(api.SamplingRequest, CountRequest):
@@ -158,7 +168,7 @@ class MessagesRequest(api.SamplingRequest, CountRequest):
     tool_choice: Choice = Choice()
     thinking: ThinkingChoice = ThinkingChoice()
     output_config: OutputConfig = OutputConfig()
-    output_format: api.Unsupported = None
+    output_format: api.Format | None = None
 
 
 def read_messages(body: api.Json) -> api.CompletionRequest:
@@ -172,6 +182,11 @@ def read_messages(body: api.Json) -> api.CompletionRequest:
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_tokens, request.stop_sequences),
             tool_calls=request.tool_choice.type != "none",
+            form=request.form(
+                api.form_of(request.output_config.format, "output_config.format"),
+                api.form_of(request.output_format, "output_format"),
+            ),
+            tool_choice={"any": "required", "tool": request.tool_choice.name}.get(request.tool_choice.type, "auto"),
             parallel_tool_calls=not request.tool_choice.disable_parallel_tool_use,
             continue_final_message=prefilled,
         ),

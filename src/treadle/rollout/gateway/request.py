@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from treadle.core.errors import TreadleError
-from treadle.core.types import FunctionCall, Message, Step, StopReason, ToolCall, arguments_text
+from treadle.core.types import Form, FunctionCall, Message, Step, StopReason, ToolCall, arguments_text
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.rollout.session import CallOptions, OtherReply, Reply
@@ -38,7 +39,7 @@ class CompletionRequest:
     instructions: a system message before all others, not repeated by requests that continue this one. prompts: prompts
     of raw completions, each text or ids; messages and tools are then ignored. choices: samples per prompt. previous: id
     of an earlier response that the messages follow. thoughts: whether the answer shows them. left_out: types of tools
-    not described to the model.
+    not described to the model. echoed: fields that the answer repeats.
     """
 
     model: str
@@ -55,6 +56,7 @@ class CompletionRequest:
     previous: str | None = None
     thoughts: bool = True
     left_out: tuple[str, ...] = ()
+    echoed: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +136,12 @@ T = TypeVar("T")
 
 _COLDEST = 0.01  # division by less overflows; 0 itself is greedy
 _NEUTRAL: dict[str, Any] = {
-    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0},
+    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0},
     **{"stop_token_ids": [], "allowed_token_ids": [], "bad_words": [], "logits_processors": []},
     **{"ignore_eos": False, "use_beam_search": False},
 }
 """Sampling options unsupported by all engines here, with their neutral values."""
+_ID = re.compile("[0-9]{1,9}")
 _KINDS = {
     "tuple_type": "Input should be an array",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "Input should be an object"),
@@ -206,12 +209,6 @@ def _unsupported(value: Any) -> Any:
     return value
 
 
-def _only_text(value: Any) -> Any:
-    if value != "text":
-        raise problem(f"must be text, as no engine here constrains decoding, got {shown(value)}; leave it out")
-    return value
-
-
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]
 Number = Annotated[float, Strict()]
@@ -234,8 +231,73 @@ AS_PARTS = BeforeValidator(lambda value: [{"type": "text", "text": value}] if is
 """Parse a text as a list of one part."""
 
 
+def _parsed(value: Any) -> Any:
+    """Parse a schema that is sent as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise problem(f"is not JSON: {error}") from error
+
+
+Schema = Annotated[Object, BeforeValidator(_parsed)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+
+
 class TextFormat(RequestModel):
-    type: Annotated[Any, AfterValidator(_only_text)] = "text"
+    type: Literal["text"]
+
+
+class ObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(RequestModel):
+    """JSON by a schema. It is followed whether or not `strict` is set."""
+
+    type: Literal["json_schema"]
+    content: Annotated[Object, Field(alias="schema")]
+
+
+class NamedSchema(RequestModel):
+    content: Annotated[Object, Field(alias="schema")]
+
+
+class NamedSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+AnyFormat = TextFormat | ObjectFormat | SchemaFormat | NamedSchemaFormat
+Format = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ChatFormat = Annotated[TextFormat | ObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
+
+
+def form_of(answer: AnyFormat | None, where: str) -> Form | None:
+    """Return the form that a field asks for. where: its name."""
+    match answer:
+        case ObjectFormat():
+            return Form.json({"type": "object"}, where)
+        case SchemaFormat():
+            return Form.json(answer.content, f"{where}.schema")
+        case NamedSchemaFormat():
+            return Form.json(answer.json_schema.content, f"{where}.json_schema.schema")
+    return None
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's; one of its fields."""
+
+    json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: Flag = False
+    regex: Text | None = None
+    choice: Texts | None = None
+    grammar: Text | None = None
+    structural_tag: Unsupported = None
+    whitespace_pattern: Unsupported = None
+    disable_any_whitespace: Unsupported = None
+    disable_additional_properties: Unsupported = None
 
 
 class StreamOptions(RequestModel):
@@ -256,7 +318,7 @@ class SamplingRequest(RequestModel):
     frequency_penalty: Any = None
     presence_penalty: Any = None
     repetition_penalty: Any = None
-    logit_bias: Any = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=2**20)] = {}
     # vLLM's extensions
     min_tokens: Any = None
     stop_token_ids: Any = None
@@ -265,13 +327,30 @@ class SamplingRequest(RequestModel):
     ignore_eos: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    structured_outputs: Unsupported = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: Schema | None = None  # its older names
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     prompt_logprobs: Unsupported = None
+
+    def form(self, *others: Form | None) -> Form | None:
+        """Return what the answer must look like; others: by the dialect's own fields. Raises ApiError for several."""
+        asked, where = self.structured_outputs, "structured_outputs"
+        forms = [
+            *others,
+            *_forms(asked.json_schema, asked.regex, asked.choice, asked.grammar, f"{where}."),
+            Form.json({"type": "object"}, f"{where}.json_object") if asked.json_object else None,
+            *_forms(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_"),
+        ]
+        first, *more = [*(form for form in forms if form is not None), None]
+        if first is not None and more[0] is not None:
+            raise ApiError(
+                400, f"{more[0].where}: the answer must already follow {first.where}; give one", more[0].where
+            )
+        return first
 
     def overrides(self, max_tokens: int | None, stop: tuple[str, ...]) -> dict[str, Any]:
         """Collect the fields of SamplingParams set by the client, and options unknown to engines here."""
@@ -287,7 +366,27 @@ class SamplingRequest(RequestModel):
         overrides = {name: value for name, value in fields.items() if value is not None}
         if 0 < overrides.get("temperature", 0) < _COLDEST:
             overrides["temperature"] = _COLDEST
+        if bias := {token: by for token, by in self.logit_bias.items() if by != 0}:
+            others = (
+                f"{by:g} for {token!r:.20}" for token, by in bias.items() if by != -100 or not _ID.fullmatch(token)
+            )
+            other = next(others, None)
+            overrides["logit_bias"] = tuple(sorted(map(int, bias))) if other is None else other
         for name, neutral in _NEUTRAL.items():
             if (value := getattr(self, name)) not in (None, neutral):
                 overrides[name] = shown(value)
         return overrides
+
+
+def _forms(
+    schema: Object | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None, prefix: str
+) -> Iterator[Form]:
+    """Yield the forms of vLLM's fields. prefix: of their names."""
+    if schema is not None:
+        yield Form.json(schema, f"{prefix}json")
+    if regex is not None:
+        yield Form("regex", regex, f"{prefix}regex")
+    if choice is not None:
+        yield Form.choice(choice, f"{prefix}choice")
+    if grammar is not None:
+        yield Form("grammar", grammar, f"{prefix}grammar")

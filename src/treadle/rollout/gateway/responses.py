@@ -72,6 +72,7 @@ class ToolDescription(api.RequestModel):
     type: api.Text = "function"
     name: api.Text = ""
     parameters: api.Object | None = None
+    strict: api.Flag = False
 
     @model_validator(mode="after")
     def _is_function(self) -> Self:
@@ -83,7 +84,7 @@ class ToolDescription(api.RequestModel):
 
 
 class TextOptions(api.RequestModel):
-    format: api.TextFormat = api.TextFormat()
+    format: api.Format | None = None
 
 
 class ResponsesRequest(api.SamplingRequest):
@@ -119,6 +120,8 @@ def read_response(body: api.Json) -> api.CompletionRequest:
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_output_tokens, request.stop),
             tool_calls=request.tool_choice != "none",
+            form=request.form(api.form_of(request.text.format, "text.format")),
+            tool_choice=request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls,
             template_kwargs=request.chat_template_kwargs or None,
         ),
@@ -126,6 +129,7 @@ def read_response(body: api.Json) -> api.CompletionRequest:
         logprobs="message.output_text.logprobs" in request.include,
         token_ids=request.return_token_ids,
         previous=request.previous_response_id or None,
+        echoed={key: body[key] for key in ("text", "tool_choice") if body.get(key) is not None},
     )
 
 
@@ -197,13 +201,14 @@ def _head(answer: api.Answer) -> api.Json:
         "store": True,
         "temperature": sampling.get("temperature", 1.0),
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto" if request.options.tool_calls else "none",
+        "tool_choice": "auto",
         "tools": [
             {"strict": False, "parameters": {}, **tool["function"], "type": "function"} for tool in request.tools
         ],
         "top_p": sampling.get("top_p", 1.0),
         "truncation": "disabled",
         "usage": None,
+        **request.echoed,
     }
 
 

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
+from treadle.core.errors import ContextExceeded, DataError, EngineError, FormError, StepsExceeded
 from treadle.core.rewards import LARGEST
 from treadle.core.text import read_json
 from treadle.rollout.config import GatewayConfig, listen, url_of
@@ -353,6 +353,8 @@ def _api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), "messages", "context_length_exceeded")
         case StepsExceeded():
             return ApiError(400, str(error), code="max_steps_exceeded")
+        case FormError():
+            return ApiError(400, str(error), error.where)
         case DataError():
             return ApiError(400, str(error))
         case EngineError():
