@@ -138,7 +138,18 @@ print(*sorted(set({HEAVY!r}) & set(sys.modules)))
 
 
 PUBLIC = {
-    *("__version__", "Callback", "ConfigError", "EnvStep", "Environment", "Finish", "Group", "Message", "Metric"),
+    *(
+        "__version__",
+        "Callback",
+        "ConfigError",
+        "EnvStep",
+        "Environment",
+        "Finish",
+        "Form",
+        "Group",
+        "Message",
+        "Metric",
+    ),
     *("InfrastructureError", "Recovered", "Reply", "Reward", "SamplingParams", "Step", "Task", "ToolEnvironment"),
     *("Trajectory", "TreadleError", "evaluate", "export", "load_run", "resume", "sft", "train"),
 }

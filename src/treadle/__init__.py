@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treadle.core.errors import ConfigError, InfrastructureError, TreadleError
     from treadle.core.metrics import Metric
     from treadle.core.rewards import Reward
-    from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
+    from treadle.core.types import Form, Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep, Finish, Reply
     from treadle.envs.tools import ToolEnvironment
     from treadle.report.callback import Callback

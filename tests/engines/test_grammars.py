@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -48,7 +48,8 @@ def grammars_of(path: Path) -> Grammars:
 
 
 def end_of(grammars: Grammars) -> int:
-    return int(grammars._backend.token_to_id("<|im_end|>"))
+    [end] = grammars._backend.encode("<|im_end|>", add_special_tokens=False).ids
+    return int(end)
 
 
 def size_of(grammars: Grammars) -> int:

@@ -52,7 +52,7 @@ def tool(strict: bool = True, name: str = "look") -> dict[str, Any]:
 
 def grammar(turn: Turn, parser: str, vocabulary: str = VOCABULARIES[0]) -> str:
     parse = getattr(replies, parser)
-    return turn_grammar(turn, parse, grammars(vocabulary), [backend(vocabulary).token_to_id(END)])
+    return turn_grammar(turn, parse, grammars(vocabulary), backend(vocabulary).encode(END).ids)
 
 
 def follows(turn: Turn, parser: str, text: str, vocabulary: str = VOCABULARIES[0]) -> bool:

@@ -226,7 +226,8 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
         logprob = f"{round(token['logprob'], 4) + 0.0:.4f}"
         figures = [logprob, _figure(token["advantage"], ".4f"), str(token["policy_version"])]
         if filtered:
-            figures.append(_figure(token["possible"], "d"))
+            named = token["alternatives"]
+            figures.append(" ".join([_figure(token["possible"], "d"), *map(repr, named[:3] if named else ())]))
         if traced:
             logprob, ratio, entropy = (_figure(token[name], ".4f") for name in ("learner_logprob", "ratio", "entropy"))
             figures += [logprob, ratio, "-" if token["clipped"] is None else str(int(token["clipped"])), entropy]

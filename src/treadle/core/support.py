@@ -98,6 +98,13 @@ class Support:
         masks = tuple(self.masks[token] for token in tokens) if self.masks else ()
         return Support(self.counts[tokens], self.ids[first + within], masks)
 
+    def of_token(self, token: int) -> NDArray[np.int32]:
+        """Return the possible ids of one token, int32[K], empty for all."""
+        if self.masks and (mask := self.masks[token]) is not None:
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            return np.flatnonzero(bits).astype(np.int32)
+        return self.ids[self._starts[token] : self._starts[token + 1]]
+
     def contains(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return bool[C]: whether each token is in its support."""
         inside: NDArray[np.bool_] = self.counts == 0

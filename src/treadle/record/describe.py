@@ -21,8 +21,10 @@ from treadle.core.types import Step
 from treadle.packing.breaks import Relation, relations
 from treadle.packing.compactions import Compaction, compactions, recorded_calls
 from treadle.packing.flat import PackedCall
+from treadle.rendering.grammars import with_support
 from treadle.rendering.texts import MessageTexts, TokenTexts
 
+_NAMED = 8  # possible tokens up to which their texts are shown
 _SHOWN = (
     *("stop_reason", "temperature", "dropped", "reward", "shaping", "state_key", "started", "seconds", "waited"),
     *("summary", "withheld", "calls", "chat"),
@@ -57,8 +59,10 @@ def shown_steps(
     advantage: mean over the trajectory. traces: traces of its steps; the last one of a step counts.
     """
     related, traced = step_relations(steps, texts), {trace.step: trace for trace in traces}
+    if texts.grammars is not None:
+        steps = [with_support(step, texts.grammars) for step in steps]
     shown = [
-        _shown(number, step, relation, advantage, traced.get(number))
+        _shown(number, step, relation, advantage, traced.get(number), texts)
         for number, (step, relation) in enumerate(zip(steps, related, strict=True))
     ]
     return shown, [] if isinstance(texts, MessageTexts) else compactions(recorded_calls(steps), related)
@@ -74,7 +78,7 @@ def step_relations(steps: Sequence[Step], texts: TokenTexts) -> list[Relation]:
 
 
 def _shown(
-    number: int, step: Step, relation: Relation, advantage: float | None, trace: StepTrace | None
+    number: int, step: Step, relation: Relation, advantage: float | None, trace: StepTrace | None, texts: TokenTexts
 ) -> dict[str, Any]:
     facts = describe(step)
     return {
@@ -88,11 +92,11 @@ def _shown(
         "versions": np.unique(step.policy_versions).tolist(),
         # The update that computed the learner's columns.
         "update": None if trace is None else trace.update,
-        "columns": {} if step.is_text else _columns(step, None if step.dropped else advantage, trace),
+        "columns": {} if step.is_text else _columns(step, None if step.dropped else advantage, trace, texts),
     }
 
 
-def _columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
+def _columns(step: Step, advantage: float | None, trace: StepTrace | None, texts: TokenTexts) -> dict[str, list[Any]]:
     """Return name -> values of all sampled tokens, for the recorded columns."""
     mask = step.mask.tolist()
     columns: dict[str, list[Any]] = {
@@ -111,7 +115,12 @@ def _columns(step: Step, advantage: float | None, trace: StepTrace | None) -> di
     elif advantage is not None:
         columns["advantage"] = [advantage if m else None for m in mask]
     if step.support is not None:
-        columns["possible"] = [count or None for count in step.support.counts.tolist()]
+        counts = step.support.counts.tolist()
+        columns["possible"] = [count or None for count in counts]
+        columns["alternatives"] = [
+            [texts.of(int(ident)) for ident in step.support.of_token(token)] if 0 < count <= _NAMED else None
+            for token, count in enumerate(counts)
+        ]
     if step.given.tokens is not None:
         columns["reward"] = step.given.tokens.tolist()
     return columns

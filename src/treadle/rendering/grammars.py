@@ -144,14 +144,18 @@ def _compact(mask: bytes) -> bytes | NDArray[np.int32]:
     return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).astype(np.int32)
 
 
+def with_support(step: Step, grammars: Grammars) -> Step:
+    """Return the step with the support that follows from its grammar and forbidden ids, unless one is recorded."""
+    if not step.sampling.constrains or step.sampling.truncates or step.support is not None:
+        return step
+    return replace(step, support=grammars.support(step.sampling, step.completion_ids))
+
+
 def with_supports(groups: Sequence[Group], grammars: Grammars) -> list[Group]:
-    """Return the groups with the supports that follow from grammars and forbidden ids (`Step.support`)."""
+    """Return the groups with the supports of all steps that can be trained."""
 
     def completed(step: Step) -> Step:
-        sampling = step.sampling
-        if not sampling.constrains or sampling.truncates or step.support is not None or not step.mask.any():
-            return step
-        return replace(step, support=grammars.support(sampling, step.completion_ids))
+        return with_support(step, grammars) if step.mask.any() else step
 
     def of(trajectory: Trajectory) -> Trajectory:
         if not any(step.sampling.constrains for step in trajectory.steps) and not trajectory.copies:

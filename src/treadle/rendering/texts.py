@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from treadle.core.text import escape_text
 from treadle.core.types import Ids, Message, Step
+from treadle.rendering.grammars import Grammars
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,6 +35,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer) if tokenizer else None
         self._cache: dict[int, str] = {}
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids) if tokenizer else []
         self._before = len(self._decode(self._anchor)) if tokenizer else 0

@@ -79,7 +79,7 @@ COLUMNS = (
     ("mask", "mask", "flag", "whether the token may be trained"),
     ("policy_version", "version", "steps", "version of the policy that sampled the token"),
     ("entropy", "entropy", "high", "entropy of the learner's distribution for the token, in nats"),
-    ("possible", "could be sampled", "high", "number of ids that filters left, the sampled one among them; none: all"),
+    ("possible", "could be sampled", "high", "number of ids that filters or a grammar left; none: all"),
     ("reward", "token reward", "diverging", "reward for this token alone"),
 )
 """(name, label, scale, help) of all values of a sampled token. Traces are recorded only for a share of the groups.

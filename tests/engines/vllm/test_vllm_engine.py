@@ -11,13 +11,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.engines.vllm.conftest import NAMES, TOKENIZER, Connect, Servers, engine_core, metric, sized
+from tests.engines.vllm.conftest import END, NAMES, TOKENIZER, Connect, Servers, engine_core, metric, sized
 from tests.sources import publish
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
-from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.core.types import Form, Ids, SamplingParams, StopReason
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.models.weights import unique_weights
+from treadle.rendering.forms import Turn, turn_grammar
+from treadle.rendering.grammars import Grammars
+from treadle.rendering.replies import plain
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -62,6 +65,41 @@ async def sampled(engine: VLLMEngine, sampling: SamplingParams, session: str, pr
         return await engine.generate(prompt, sampling, session=session)
     finally:
         engine.close_session(session)
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_what_follows_a_grammar_has_the_masks_that_are_derived_here(
+    name: str, servers: Servers, connect: Connect
+) -> None:
+    """Each alternative of every token is scored: a mask that differed in one of them would show."""
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    grammars, model = Grammars(tokenizer.backend_tokenizer), sized(servers[name].family, 0)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}, "k": {"enum": ["x", None]}},
+        "required": ["a", "n", "k"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},  # otherwise random weights write a lot of it
+    }
+    forms = [Form.json(schema), Form("regex", "[a-f]{3,9}(!|[?])"), Form.choice(["yes", "no"])]
+    stop = [END, 0]
+    written = [turn_grammar(Turn(form), plain, grammars, stop) for form in forms]
+    kinds = [SamplingParams(max_tokens=60, grammar=each, seed=n, temperature=1.3) for n, each in enumerate(written)]
+    async with connect(name, stop_token_ids=stop) as engine:
+        answers = await asyncio.gather(*[sampled(engine, kind, f"s{n}") for n, kind in enumerate(kinds)])
+        with pytest.raises(EngineError, match="unknown name"):
+            await sampled(engine, SamplingParams(grammar="start: nothing"), "wrong")
+        with pytest.raises(EngineError, match="vLLM cannot forbid ids"):
+            await sampled(engine, SamplingParams(forbidden=(5,)), "forbidden")
+    for kind, answer in zip(kinds, answers, strict=True):
+        support = grammars.support(kind, answer.token_ids)
+        assert answer.stop_reason is StopReason.STOP
+        scaled = logits(model, PROMPT, answer.token_ids) / kind.temperature
+        possible = torch.from_numpy(support.possible(scaled.shape[1]))
+        logprobs = scaled.masked_fill(~possible, -torch.inf).log_softmax(-1)
+        chosen = torch.from_numpy(answer.token_ids.astype(np.int64))[:, None]
+        np.testing.assert_allclose(answer.logprobs, logprobs.gather(1, chosen)[:, 0], atol=1e-4)
+        assert (answer.logprobs[support.counts == 1] == 0).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

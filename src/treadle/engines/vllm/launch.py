@@ -96,6 +96,8 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
         "generation-config": "vllm",
         # Under the actual sampling distribution.
         "logprobs-mode": "processed_logprobs",
+        # The library of `rendering.grammars`, so that both have the same masks.
+        "structured-outputs-config.backend": "guidance",
         "enable-scale-out": True,  # token ids in, token ids out
         "worker-extension-cls": "treadle_worker.Extension",
         "weight-transfer-config": {"backend": "treadle"},

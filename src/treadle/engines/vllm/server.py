@@ -346,6 +346,8 @@ def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
         raise EngineError(
             f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
         )
+    if sampling.forbidden:
+        raise EngineError(f"vLLM cannot forbid ids as training needs it, got {sampling.forbidden[:3]}; leave them out")
     if 0 < sampling.temperature < COLDEST:
         raise EngineError(
             f"vLLM clamps temperatures below {COLDEST} (got {sampling.temperature}); use 0 or >= {COLDEST}"
@@ -385,6 +387,8 @@ async def sample(
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
+    if sampling.grammar:
+        params["structured_outputs"] = {"grammar": sampling.grammar}
     # From the prompt's last token on, which predicts the first sampled one.
     if expert_layers is not None:
         params["routed_experts_prompt_start"] = len(prompt_ids) - 1

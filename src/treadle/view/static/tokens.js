@@ -128,7 +128,8 @@ export function TokenFacts({view, step, at}) {
   return html`<div class="token-facts"><code class="text">${JSON.stringify(unit.text)}</code>
     <dl><dt>id</dt><dd>${unit.id}</dd><dt>position</dt><dd>${at}${offset >= 0 ? `, reply ${offset}` : ""}</dd>
     ${offset < 0 ? html`<dt>read</dt><dd>part of the prompt</dd>` : view.columns.map((/** @type {any} */ column) => html`
-      <dt title=${column.help}>${column.label}</dt><dd class=${column.is_recorded ? "" : "faint"}>${column.is_recorded ? shownValue(own.columns[column.name]?.[offset], column) : "not recorded"}</dd>`)}</dl></div>`;
+      <dt title=${column.help}>${column.label}</dt><dd class=${column.is_recorded ? "" : "faint"}>${column.is_recorded ? shownValue(own.columns[column.name]?.[offset], column) : "not recorded"}</dd>`)}
+    ${own.columns.alternatives?.[offset] && html`<dt>these</dt><dd>${own.columns.alternatives[offset].map((/** @type {string} */ text) => JSON.stringify(text)).join(" ")}</dd>`}</dl></div>`;
 }
 
 /** @param {any} value @param {any} column */
