@@ -23,7 +23,7 @@ from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
 from treadle.core.rewards import Reward
 from treadle.core.trainer import Trainer
-from treadle.core.types import Group, Task, Trajectory
+from treadle.core.types import Form, Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.loop.loop import Checkpointer
 from treadle.packing.checks import split_untrainable
@@ -615,6 +615,31 @@ def test_with_filters_ratios_compare_one_distribution(tmp_path: Path, lock_step:
     assert stopped["stopped_early"]
     resumed = resume(tmp_path / "part")
     assert not lock_step or resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+class Spelled(Vowels):
+    form = Form("regex", "[a-z]{2,6}[.!]")
+
+
+def spelled() -> Inputs:
+    tasks = [replace(task, environment="world") for task in vowel_tasks("train", 4)]
+    return make_inputs(tasks, [], Players({"world": Spelled}))
+
+
+@pytest.mark.parametrize("filters", [(), ("rollout.top_k=5",)])
+def test_what_follows_a_form_is_trained_over_what_was_possible(tmp_path: Path, filters: tuple[str, ...]) -> None:
+    """Also in steps that were read from the disk again, where no mask is: it follows from grammar and tokens."""
+    settings = (*filters, "algorithm.policy_loss=importance_sampling", "rollout.max_completion_tokens=12")
+    whole = start(tmp_path / "run", *settings, inputs=spelled())
+    for row in updates(tmp_path / "run"):
+        assert row["logprob_gap_max"] < 1e-4 and row["ratio_max"] - row["ratio_min"] < 1e-3
+        assert 0 < row["forced_share"] < 1
+    steps = [step for name, steps in recorded(tmp_path / "run") if name.startswith("g") for step in steps]
+    assert len(steps) > 10
+    assert all(step.sampling.grammar and (step.support is not None) == bool(filters) for step in steps)
+    stopped = start(tmp_path / "part", *settings, inputs=spelled(), progress=Interrupting(which=3))
+    assert stopped["stopped_early"]
+    assert resume(tmp_path / "part", inputs=spelled())["weights_sha256"] == whole["weights_sha256"]
 
 
 # Dynamic sampling
