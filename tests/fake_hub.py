@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
+
+from tests.http_servers import serving
 
 COMMIT = "a" * 40
 
@@ -83,12 +84,5 @@ def serving_hub(repository: str, folder: Path) -> Iterator[tuple[str, list[str]]
             if body:
                 self.wfile.write(content)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as url:
+        yield url, asked

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from tests.envs import gsm8k_cases, search_cases, sql_cases
+from tests.http_servers import answering, serving
 from tests.runs import query, start
 from tests.until import CEILING
 from tests.worlds import END, PLAIN, plain_ids, plain_renderer, play, tiny, user
@@ -153,29 +153,16 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Passages(BaseHTTPRequestHandler):
-    """Answers as the table of scripted attempts says, the library's requests and Treadle's."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        found = [{"document": {"contents": text}} for text in search_cases.SHOWN[asked["query"]][: asked["topk"]]]
-        body = json.dumps({"result": [found]}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
+def passages(path: str, headers: Any, asked: Any) -> tuple[int, Any]:
+    """What the table of scripted attempts says, to the library's requests and Treadle's."""
+    found = [{"document": {"contents": text}} for text in search_cases.SHOWN[asked["query"]][: asked["topk"]]]
+    return 200, {"result": [found]}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Passages) as serving:
-        thread = threading.Thread(target=serving.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{serving.server_port}/retrieve"
-        serving.shutdown()
-        thread.join()
+    with serving(answering(passages)) as url:
+        yield f"{url}/retrieve"
 
 
 # --- limits --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
 """The recipe `judge-smollm2`, with a small model and its rules behind real HTTP."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 pytest.importorskip("httpx")
 
 from tests.cli.worlds import treadle
+from tests.http_servers import serving
 from tests.judge.servers import at
 from tests.runs import MODEL
 from treadle.core.rewards import Reward
@@ -21,10 +20,8 @@ from treadle.rollout.other_models import OPEN_MODELS
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
+    with serving(Handler) as url:
+        yield f"{url}/v1"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """A teacher behind a server that answers as vLLM does: what it scores is what the same model scores in process."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 pytest.importorskip("httpx")
 
+from tests.http_servers import answering, serving
 from tests.judge.servers import quick as quick
 from tests.models import VOCABULARY, each_step, tiny
 from tests.runs import check_finished, start, updates
@@ -49,6 +46,11 @@ class Scripted:
         self.asked: list[list[int]] = []
         self.keys: set[str | None] = set()
 
+    def __call__(self, path: str, headers: Any, body: Any) -> tuple[int, Any]:
+        self.keys.add(headers["Authorization"])
+        status = self.failing.pop() if self.failing else 200
+        return status, self.answer(path, body) if status == 200 else {"error": "out of order"}
+
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/tokenize":
             return {"max_model_len": 128}
@@ -70,26 +72,6 @@ class Scripted:
         return {str(i): {"logprob": logp[i].item(), "rank": order.index(i) + 1, "decoded_token": "?"} for i in named}
 
 
-@contextmanager
-def serving(script: Scripted) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            script.keys.add(self.headers["Authorization"])
-            status = script.failing.pop() if script.failing else 200
-            answer = script.answer(self.path, body) if status == 200 else {"error": "out of order"}
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
 def groups() -> list[Group]:
     """At temperature 1, but for greedy steps, which are not trained."""
 
@@ -109,7 +91,7 @@ def test_a_server_teaches_what_its_model_would_in_process(
         tiny(), AlgorithmConfig(distillation=DistillationConfig(teacher="T", **fields)), teacher=teacher
     )
     script = Scripted(teacher)
-    with serving(script) as url:
+    with serving(answering(script)) as url:
         algorithm = AlgorithmConfig(distillation=DistillationConfig(teacher="T", **fields))
         served = make_learner(tiny(), algorithm, server=TeacherServer(url))
         script.failing = [503, 500]
@@ -136,7 +118,7 @@ def test_sequences_are_covered_by_the_longest_that_begin_with_them() -> None:
 def test_a_server_that_cannot_teach_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     script, tokenizer = Scripted(tiny()), AutoTokenizer.from_pretrained(str(TOKENIZER))
     monkeypatch.setattr(teacher_server, "_DECODED", 16)
-    with serving(script) as url:
+    with serving(answering(script)) as url:
         server = TeacherServer(f"{url}/v1")
         server.check(tokenizer, 127, 0)
         assert server.context == 127
@@ -156,7 +138,7 @@ def test_a_server_that_cannot_teach_is_refused_at_the_start(monkeypatch: pytest.
 def test_a_server_that_fails_for_too_long_or_refuses_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     step = flatten(groups()).steps[0]
     script = Scripted(tiny())
-    with serving(script) as url:
+    with serving(answering(script)) as url:
         script.failing = [400]
         with pytest.raises(TrainingStopped, match=r"status 400: .*; restart it, and resume"):
             TeacherServer(url).scores([step], [len(step.completion_ids)], 0, VOCABULARY)
@@ -197,14 +179,14 @@ def test_the_key_of_a_served_teacher_is_sent_and_only_training_needs_it(
     monkeypatch.setenv("TREADLE_TEST_KEY", "secret")
     check_config(config)
     script = Scripted(tiny())
-    with serving(script) as url:
+    with serving(answering(script)) as url:
         server = TeacherServer(url, model="m", api_key_env="TREADLE_TEST_KEY")
         server.check(AutoTokenizer.from_pretrained(str(TOKENIZER)), 127, 0)
     assert script.keys == {"Bearer secret"}
 
 
 def test_a_run_learns_from_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Scripted(tiny(seed=5, vocab_size=800))) as url:  # more than the policy's 726
+    with serving(answering(Scripted(tiny(seed=5, vocab_size=800)))) as url:  # more than the policy's 726
         section = json.dumps({"teacher": "big", "form": "reverse_top_k", "top_k": 4, "rewards": 0.0})
         model = f"models.big={json.dumps({'url': url, 'model': 'm'})}"
         start(

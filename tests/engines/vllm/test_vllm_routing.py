@@ -1,12 +1,8 @@
 """Experts that vLLM reports: aligned with sampled tokens, of the layers that have any, and never silently absent."""
 
-import asyncio
 import io
-import json
 import subprocess
 from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.engines.vllm.conftest import python_with_vllm
+from tests.http_servers import answering, serving
 from tests.loop.test_routing import MOE
 from tests.runs import start
 from tests.sources import FixedWeights
@@ -83,6 +80,9 @@ class Scripted:
         self.reports, self.abort = reports, False
         self.asked: list[dict[str, Any]] = []
 
+    def __call__(self, path: str, headers: Any, body: Any) -> tuple[int, Any]:
+        return 200, self.answer(path, body)
+
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         match path.partition("?")[0]:
             case "/weight_info":
@@ -114,31 +114,13 @@ def routing(positions: NDArray[Any]) -> NDArray[np.int64]:
     return (positions[:, None, None] + np.arange(3)[:, None] + np.arange(2)) % 8
 
 
-@asynccontextmanager
-async def serving(script: Scripted) -> AsyncIterator[str]:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = head.partition("content-length: ")[2].partition("\r")[0] or "0"
-        body = json.loads(await reader.readexactly(int(length)) or "{}")
-        content = json.dumps(script.answer(head.split()[1], body)).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(content) + content)
-        await writer.drain()
-        writer.close()
-
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    finally:
-        listening.close()
-
-
 def config(url: str) -> EngineConfig:
     return build(EngineConfig, {"kind": "vllm", "options": {"servers": [url]}})
 
 
 async def test_each_sampled_token_has_the_experts_of_the_token_before() -> None:
     script = Scripted()
-    async with serving(script) as url:
+    with serving(answering(script)) as url:
         source = FixedWeights(expert_layers=(1, 2))
         engine, _ = await open_engine(config(url), source, serve=None, stop_token_ids=[])
         try:
@@ -162,7 +144,7 @@ async def test_each_sampled_token_has_the_experts_of_the_token_before() -> None:
 
 async def test_a_server_that_was_started_without_reporting_is_refused() -> None:
     script = Scripted(reports=False)
-    async with serving(script) as url:
+    with serving(answering(script)) as url:
         with pytest.raises(EngineError, match=f"vLLM server {url} does not report .*--enable-return-routed-experts"):
             source = FixedWeights(expert_layers=(1, 2))
             await open_engine(config(url), source, serve=None, stop_token_ids=[])
