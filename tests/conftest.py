@@ -44,9 +44,12 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `quick(n)` leaves to `make test-all`: all but n variants, drawn by the test's name.
 
-    Slow tests of placement are the cluster's, and run with `make test-cluster`.
+    Slow tests of placement are the cluster's, and run with `make test-cluster`. Folders whose tests share runs or
+    sandboxes stay in one process each.
     """
     for item in items:
+        for folder in {"view", "harbor"} & set(item.path.parts):
+            item.add_marker(pytest.mark.xdist_group(folder))
         if item.get_closest_marker("slow") and "placement" in item.path.parts:
             item.add_marker(pytest.mark.cluster)
     variants: dict[str, list[pytest.Item]] = defaultdict(list)

@@ -318,6 +318,14 @@ def ratio_metrics(log_ratios: list[float], gaps: list[float]) -> dict[str, float
     }
 
 
+def step_distributions(model: PreTrainedModel, step: Step) -> Tensor:
+    """Log-probabilities [C, V] of each completion token's alternatives, at its temperature."""
+    ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(step.prompt_ids) - 1 : -1]
+    found: Tensor = (logits / float(np.float32(step.sampling.temperature or 1.0))).log_softmax(-1)
+    return found
+
+
 def step_values(model: PreTrainedModel, head: nn.Linear, step: Step) -> Tensor:
     """[C]: of the state in which each completion token was sampled, by a plain forward pass of the step alone."""
     ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]

@@ -20,13 +20,13 @@ from tests.training.reference import (
     forked_groups,
     learner_gradients,
     make_learner,
+    step_distributions,
     taught_advantages,
 )
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig, KlConfig
 from treadle.algorithms.distillation import top_k_divergence
 from treadle.algorithms.reductions import token_weights
 from treadle.core.errors import ConfigError
-from treadle.core.types import Step
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_teacher
 from treadle.packing.flat import flatten
@@ -111,14 +111,6 @@ def test_the_gradient_of_top_k_is_that_of_each_step_alone(
     expected = gradients(model)
     assert distance(learner_gradients(learner), expected) <= 1e-11 * norm(expected)
     assert norm(expected) > 1e-2
-
-
-def step_distributions(model: PreTrainedModel, step: Step) -> torch.Tensor:
-    """Log-probabilities [C, V] of each completion token's alternatives, at its temperature."""
-    ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(step.prompt_ids) - 1 : -1]
-    found: torch.Tensor = (logits / float(np.float32(step.sampling.temperature or 1.0))).log_softmax(-1)
-    return found
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -32,6 +32,7 @@ from tests.training.reference import (
     make_learner,
     separate,
     separate_gradient,
+    step_distributions,
     taught_advantages,
     updated_by_hand,
 )
@@ -109,7 +110,7 @@ def test_a_teachers_most_probable_tokens_are_of_the_support(form: Any) -> None:
     assert batch.support is not None
     lessons = []
     for step in batch.steps:
-        mine, theirs = (logits(m, step) for m in (model, teacher))
+        mine, theirs = (step_distributions(m, step) for m in (model, teacher))
         for token in range(len(step.completion_ids)):
             ids = step.support[token : token + 1].ids.tolist() if step.support else []
             ids = ids or list(range(VOCABULARY))
@@ -120,10 +121,6 @@ def test_a_teachers_most_probable_tokens_are_of_the_support(form: Any) -> None:
     wanted = gradients(model)
     assert distance(learner_gradients(learner), wanted) <= 1e-10 * norm(wanted)
     assert norm(wanted) > 1e-3
-
-
-def logits(model: Any, step: Step) -> torch.Tensor:
-    return raw_logits(model, step) / float(np.float32(step.sampling.temperature))
 
 
 def raw_logits(model: Any, step: Step) -> torch.Tensor:

@@ -12,14 +12,6 @@ from treadle.view.app import make_app
 Get = Callable[..., Any]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps this folder's tests in one process: the runs, and a browser, are made once."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("view"))
-
-
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything in it. Tests only look at it."""
