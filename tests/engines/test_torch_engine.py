@@ -47,7 +47,9 @@ from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, Step, StopReason
+from treadle.engines.sampling import processed_logprobs, rules
 from treadle.engines.torch import kv_cache
+from treadle.engines.torch.batch import most_probable
 from treadle.engines.torch.engine import TorchEngine
 from treadle.models.weights import unique_weights
 from treadle.training.forward import Forward
@@ -601,3 +603,36 @@ def test_prompts_with_sinks_and_soft_caps_are_computed_in_blocks(family: str, mo
     monkeypatch.setattr(kv_cache, "_SCORES", 100)
     blocks, _ = recorded(model, scripts)
     np.testing.assert_allclose(logprobs(blocks), logprobs(whole), atol=1e-5, rtol=0)
+
+
+# What it could have sampled
+
+
+@pytest.mark.parametrize(("count", "filters"), [(4, {}), (2**31 - 1, {}), (4, {"top_k": 9}), (99, {"top_p": 0.6})])
+def test_probabilities_are_those_it_samples_by(count: int, filters: dict[str, Any]) -> None:
+    """Of the most probable tokens; of all that filters left, if asked for as many; none where it chose greedily."""
+    model = tiny()
+
+    async def run() -> tuple[Completion, Completion]:
+        async with serving(model, sessions="ab", probabilities=count) as engine:
+            tempered, greedy = sampling(3, temperature=0.7, **filters), sampling(temperature=0.0, **filters)
+            answers = engine.generate(PROMPT, tempered, session="a"), engine.generate(PROMPT, greedy, session="b")
+            return tuple(await asyncio.gather(*answers))  # type: ignore[return-value]
+
+    sampled, greedy = asyncio.run(run())
+    found = sampled.probabilities
+    assert greedy.probabilities is None and found is not None and len(found) == len(sampled.token_ids)
+    how = rules([SamplingParams(temperature=0.7, **filters)])
+    for token in range(len(found)):
+        before = torch.from_numpy(np.concatenate([PROMPT, sampled.token_ids[:token]]).astype(np.int64))
+        with torch.no_grad():
+            p = processed_logprobs(model(input_ids=before[None], use_cache=False).logits[:, -1], how)[0].exp().numpy()
+        wanted = sorted(np.argsort(-p)[: min(count, int((p > 0).sum()))].tolist())
+        one = found[token : token + 1]
+        assert one.of.ids.tolist() == wanted
+        np.testing.assert_allclose(one.values, p[wanted], rtol=1e-4)
+
+
+def test_as_probable_as_the_last_one_is_most_probable_too() -> None:
+    [(found, values)] = most_probable(torch.tensor([[0.1, 0.2, 0.2, 0.2, 0.3]]).log(), 2)
+    assert found.tolist() == [1, 2, 3, 4] and values == pytest.approx([0.2, 0.2, 0.2, 0.3])

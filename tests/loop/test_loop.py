@@ -642,6 +642,38 @@ def test_what_follows_a_form_is_trained_over_what_was_possible(tmp_path: Path, f
     assert resume(tmp_path / "part", inputs=spelled())["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("scores", "filters"), [("top_k", ()), ("vocabulary", ()), ("support", ("rollout.top_k=20", "rollout.top_p=0.8"))]
+)
+def test_centered_scores_are_of_what_was_recorded(tmp_path: Path, scores: str, filters: tuple[str, ...]) -> None:
+    """Also of steps that were read from the disk again."""
+    settings = f"algorithm.centered_scores={scores}", "engine.lock_step=true", *filters
+    plain, whole = start(tmp_path / "plain", *settings[1:]), start(tmp_path / "run", *settings)
+    assert whole["weights_sha256"] != plain["weights_sha256"]
+    for name, steps in recorded(tmp_path / "run"):
+        for step in steps:
+            tempered = step.sampling.temperature > 0
+            assert (step.probabilities is not None) == tempered, name
+            if step.probabilities is not None and step.support is not None:
+                assert step.support.counts.tolist() == step.probabilities.of.counts.tolist()
+    assert all(step.probabilities is None for _, steps in recorded(tmp_path / "plain") for step in steps)
+    assert start(tmp_path / "part", *settings, progress=Interrupting(which=3))["stopped_early"]
+    assert resume(tmp_path / "part")["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["support"], "is 'support', but no filter leaves tokens out; set rollout"),
+        (["top_k", "engine.kind=vllm"], "needs probabilities that vLLM's servers do not report; set engine.kind=torch"),
+    ],
+)
+def test_centered_scores_of_which_nothing_is_recorded_are_refused(settings: list[str], message: str) -> None:
+    scores, *others = settings
+    with pytest.raises(ConfigError, match=message):
+        check_settings(tiny(f"algorithm.centered_scores={scores}", *others))
+
+
 # Dynamic sampling
 
 

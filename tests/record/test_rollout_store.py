@@ -20,6 +20,7 @@ from treadle.api.train import train_run
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import write_atomically
 from treadle.core.rewards import Reward
+from treadle.core.support import Probabilities
 from treadle.core.trainer import StepTrace
 from treadle.core.types import (
     BreakCause,
@@ -79,7 +80,16 @@ def steps(draw: st.DrawFn) -> Step:
         started=draw(st.none() | st.floats(0, 1e10)),
         waited=draw(st.none() | st.floats(0, 1e9)),
         withheld=draw(st.integers(0, 3)),
+        probabilities=_probabilities(draw(st.sampled_from([size, 0])), draw),
     )
+
+
+def _probabilities(tokens: int, draw: st.DrawFn) -> Probabilities | None:
+    """None, as written, for no tokens."""
+    likely = st.dictionaries(st.integers(0, 2**31 - 1), st.floats(0, 1, width=32), max_size=3)
+    of_each = [sorted(draw(likely).items()) for _ in range(tokens)]
+    made = [(np.array([v for v, _ in q], np.int32), np.array([p for _, p in q], np.float32)) for q in of_each]
+    return Probabilities.of_tokens(made) if tokens else None
 
 
 def _routing(tokens: int, layers: int, top_k: int) -> Routing:

@@ -36,7 +36,7 @@ from treadle.algorithms.reductions import token_weights
 from treadle.core.config import build
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.types import Group, Ids, Step
 from treadle.models.config import LoraConfig
 from treadle.models.lora import add_adapters
@@ -547,3 +547,26 @@ def with_experts(groups: Sequence[Group], every: int = 1) -> list[Group]:
         return step if next(number) % every else replace(step, routing=drawn.astype(np.int16))
 
     return each_step(of, groups)
+
+
+def with_probabilities(groups: Sequence[Group], count: int, seed: int = 0) -> list[Group]:
+    """As another model would have sampled: its probabilities of the `count` most probable ids that could have been."""
+    random = np.random.default_rng(seed)
+
+    def of_token(step: Step, token: int) -> tuple[Ids, NDArray[np.float32]]:
+        ids = possible(step, token)
+        values = random.dirichlet(np.full(len(ids), 0.5)).astype(np.float32)
+        most = np.sort(np.argsort(-values)[:count])
+        return ids[most], values[most]
+
+    def of(step: Step) -> Step:
+        tokens = [of_token(step, token) for token in range(len(step.completion_ids))]
+        return replace(step, probabilities=Probabilities.of_tokens(tokens))
+
+    return each_step(of, groups)
+
+
+def possible(step: Step, token: int) -> Ids:
+    """The ids that could have been sampled."""
+    ids = step.support[token : token + 1].ids if step.support is not None else ()
+    return ids if len(ids) else np.arange(VOCABULARY, dtype=np.int32)  # type: ignore[return-value]

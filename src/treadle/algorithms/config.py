@@ -10,6 +10,8 @@ from treadle.core.config import Config
 
 Scope = Literal["trajectory", "step"]
 NonNegative = Annotated[float, Field(ge=0)]
+MOST_PROBABLE = 20  # of centered_scores: top_k; what vLLM's servers return by default
+_ALL = 2**31 - 1
 
 
 class NormConfig(Config):
@@ -215,6 +217,11 @@ class AlgorithmConfig(Config):
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
     kl: KlConfig | None = Field(None, description="KL from a reference model; null: none")
     distillation: DistillationConfig | None = Field(None, description="learning from a teacher; null: none")
+    centered_scores: Literal["off", "support", "top_k", "vocabulary"] = Field(
+        "off",
+        description="subtract the score expected of the sampler, which drifts when stale or quantized: over what a "
+        "filter left, its 20 most probable tokens with the rest as one, or all tokens (docs/algorithms.md)",
+    )
     reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
         "token_mean", description="how token losses are averaged"
     )
@@ -229,6 +236,11 @@ class AlgorithmConfig(Config):
         description="groups with all advantages 0: off keeps them, filter samples replacements, replace gives their "
         "weight to the other groups of the update",
     )
+
+    @property
+    def recorded_probabilities(self) -> int | None:
+        """Return how many most probable tokens need the sampler's probabilities recorded; None: none."""
+        return {"off": None, "top_k": MOST_PROBABLE}.get(self.centered_scores, _ALL)
 
     @property
     def entropy_bonus(self) -> tuple[float, float]:

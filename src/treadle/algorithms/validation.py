@@ -30,6 +30,7 @@ def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[s
         *_options(config, losses.options_of),
         *_value(config, advantage),
         *_correction(config, loss),
+        *_centered(config, loss),
         *_kl(config),
         *_distillation(config, advantage),
         *_reduction(config),
@@ -64,6 +65,17 @@ def _correction(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
         yield "correction.renormalize is true, but no mask leaves anything out; add one or leave it out"
     if correction.scope != "trajectory" and not correction.by_unit:
         yield f"correction.scope is {correction.scope!r}, but nothing is corrected over a sequence; leave it out"
+
+
+def _centered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
+    if config.centered_scores == "off":
+        return
+    weighs = f"centered_scores is {config.centered_scores!r}, but"
+    instead = "would subtract the same drift twice; set centered_scores=off"
+    if loss.anchor == "rollout":
+        yield f"{weighs} policy_loss {config.policy_loss!r} weighs by the ratio to the sampler and {instead}"
+    if config.correction.weighs:
+        yield f"{weighs} correction weighs by the ratio to the sampler and {instead}, or use only masks"
 
 
 def _kl(config: AlgorithmConfig) -> Iterator[str]:

@@ -125,6 +125,7 @@ class Run:
             path,
             config.training.routing_replay,
             plan.loop.pinned,
+            config.algorithm.recorded_probabilities,
             log,
             config.device,
         )

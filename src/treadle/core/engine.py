@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from treadle.core.errors import EngineError
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 
@@ -33,6 +33,7 @@ class Completion:
     predicting each token (see `Step`). waited: seconds in the engine's queue. None: not reported.
     pinned: whether one version is meant to sample the whole session (`training.lora.pin_attempts`).
     support: ids that could have been sampled at each token, where a filter left some out (see `Step`).
+    probabilities: the sampler's, of its most probable ids at each token; none at greedy tokens.
     """
 
     token_ids: Ids
@@ -43,6 +44,7 @@ class Completion:
     waited: float | None = None
     pinned: bool = False
     support: Support | None = None
+    probabilities: Probabilities | None = None
 
     def versions_per_token(self) -> Ids:
         """Return int32[C]. Raises EngineError unless the spans cover the completion exactly once."""

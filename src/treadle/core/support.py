@@ -1,8 +1,9 @@
-"""`Support`: which tokens could have been sampled, where filters or a grammar left some out.
+"""`Support`: which tokens could have been sampled, where filters or a grammar left some out; `Probabilities` of these.
 
 The sampler renormalizes over what is left, so a sampled token's log-probability is `logit - logsumexp` over its
-support, in every model that scores it. What filters left is data: recorded, never computed again. What a grammar left
-follows from grammar and tokens alone, and is derived before training (`rendering.grammars`).
+support, in every model that scores it. What filters left is data: recorded, never computed again, as are the sampler's
+probabilities. What a grammar left follows from grammar and tokens alone, and is derived before training
+(`rendering.grammars`).
 """
 
 from __future__ import annotations
@@ -92,11 +93,25 @@ class Support:
 
     def take(self, tokens: NDArray[np.int64]) -> Support:
         """Return the support of some tokens, in their order."""
+        masks = tuple(self.masks[token] for token in tokens) if self.masks else ()
+        return Support(self.counts[tokens], self.ids[self.places(tokens)], masks)
+
+    def places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices in `ids` of some tokens' ids."""
         counts = self.listed[tokens]
         first = np.repeat(self._starts[:-1][tokens], counts)
-        within = np.arange(len(first)) - np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
-        masks = tuple(self.masks[token] for token in tokens) if self.masks else ()
-        return Support(self.counts[tokens], self.ids[first + within], masks)
+        return first + np.arange(len(first)) - np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
+
+    def columns(self, other: Support) -> NDArray[np.int64]:
+        """Return, for each id of the other support, its index among this one's ids of the same token.
+
+        Raises DataError for an id that this one lacks.
+        """
+        keys, wanted = ((s._token << 32) + s.ids for s in (self, other))
+        found = np.searchsorted(keys, wanted)
+        if not np.array_equal(keys.take(found, mode="clip") if len(keys) else keys, wanted):
+            raise DataError("a probability was recorded of an id that could not have been sampled")
+        return found - self._starts[other._token]
 
     def of_token(self, token: int) -> NDArray[np.int32]:
         """Return the possible ids of one token, int32[K], empty for all."""
@@ -127,3 +142,48 @@ class Support:
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
             possible[tokens, : len(bits)] = bits
         return possible
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probabilities:
+    """The sampler's probabilities of its most probable ids at each of C tokens, after temperature and filters.
+
+    of: the ids; a count of 0: not recorded. values float32[ids]. What is missing from a sum of 1 belongs to all other
+    ids. Raises DataError for values that are not probabilities.
+    """
+
+    of: Support
+    values: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        values = np.array(self.values, np.float32)  # a private copy
+        values.flags.writeable = False
+        object.__setattr__(self, "values", values)
+        if len(values) != len(self.of.ids):
+            raise DataError(f"Probabilities has {len(values)} values for {len(self.of.ids)} ids")
+        if (wrong := ~((values >= 0) & (values <= 1 + 1e-5))).any():
+            raise DataError(f"Probabilities must lie in [0, 1], got {values[wrong][0]}")
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]) -> Probabilities:
+        """Return those of tokens with these (ids, values)."""
+        values = [np.empty(0, np.float32), *(values for _, values in tokens)]
+        return cls(Support.of([ids for ids, _ in tokens]), np.concatenate(values))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[int, Probabilities | None]]) -> Probabilities | None:
+        """Return those of consecutive (number of tokens, probabilities); None if no part has any."""
+        of = Support.joined([(n, None if part is None else part.of) for n, part in parts])
+        values = [part.values for _, part in parts if part is not None]
+        return None if of is None else cls(of, np.concatenate(values))
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __getitem__(self, tokens: slice) -> Probabilities:
+        """Return those of consecutive tokens."""
+        return self.take(np.arange(len(self))[tokens])
+
+    def take(self, tokens: NDArray[np.int64]) -> Probabilities:
+        """Return those of some tokens, in their order."""
+        return Probabilities(self.of.take(tokens), self.values[self.of.places(tokens)])

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from treadle.core.errors import Cause, DataError
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.text import json_problem
 
 Ids = NDArray[np.int32]
@@ -333,6 +333,8 @@ class Step:
     withheld        number of tool calls in the completion withheld from an agent that accepts one at a time
     support         ids that could have been sampled at each token, where a filter left some out; None: every id could,
                     or those left by `sampling.grammar` and `.forbidden` alone, or the engine did not report it
+    probabilities   the sampler's, of its most probable ids at each token; None: not recorded, as without
+                    `algorithm.centered_scores`
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 
@@ -361,6 +363,7 @@ class Step:
     withheld: int = 0
     chat: ModelCall | None = None
     support: Support | None = None
+    probabilities: Probabilities | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -383,6 +386,8 @@ class Step:
             if not (inside := self.support.contains(self.completion_ids)).all():
                 token = int(np.argmin(inside))
                 raise DataError(f"Step.support of token {token} lacks the sampled id {self.completion_ids[token]}")
+        if self.probabilities is not None and len(self.probabilities) != length:
+            raise DataError(f"Step.probabilities is of {len(self.probabilities)} tokens, the completion has {length}")
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-5).any():
             worst = self.logprobs[~(np.isfinite(self.logprobs) & (self.logprobs <= 1e-5))][0]
             raise DataError(f"Step.logprobs must be finite and <= 0, got {worst}")

@@ -49,12 +49,12 @@ def rules(params: Sequence[SamplingParams], device: torch.device | None = None) 
     )
 
 
-def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row.
 
     logits float32[B, V], draws float64[B] in [0, 1).
     Returns token ids int64[B], logprobs float32[B] under the actual sampling distribution, after temperature and
-    filters, 0 for a greedy token, which is certain, and the tokens that filters kept, bool[B, V], None without any.
+    filters, 0 for a greedy token, which is certain, and that distribution, as by `processed_logprobs`.
     Raises EngineError for logits that are not finite.
     """
     logprobs = processed_logprobs(logits, how)
@@ -73,8 +73,7 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor, T
     if how.greedy is not None:
         ids = torch.where(how.greedy, logits.argmax(-1), ids)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
-    kept = logprobs.isfinite() if how.filters else None
-    return ids, chosen if how.greedy is None else torch.where(how.greedy, 0.0, chosen), kept
+    return ids, chosen if how.greedy is None else torch.where(how.greedy, 0.0, chosen), logprobs
 
 
 def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:

@@ -97,8 +97,8 @@ class EngineSpec:
     source: provides the weights to serve, usually the trainer. load_model: returns a model like the source's, with any
     weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
     one, which is kept. routing: whether to report chosen experts. pinned: sessions keep the version of their first
-    call, at most this many behind the newest. log: receives lines for the run's output. device: device of Treadle's own
-    engine.
+    call, at most this many behind the newest. probabilities: how many of the sampler's to report at each token. log:
+    receives lines for the run's output. device: device of Treadle's own engine.
     """
 
     config: EngineConfig
@@ -108,6 +108,7 @@ class EngineSpec:
     logs: Path | None = None
     routing: bool = False
     pinned: int | None = None
+    probabilities: int | None = None
     log: Callable[[str], None] = lambda line: None
     device: str = "cpu"
 
@@ -187,6 +188,7 @@ def torch_options(spec: EngineSpec) -> TorchEngineOptions:
         device=spec.device,
         routing=spec.routing,
         pinned=spec.pinned,
+        probabilities=spec.probabilities,
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.outcomes import as_played, as_trained, played_rewards, step_drop_reason
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.types import Group, Ids, Routing, Step, Trajectory, common_prefix
 
 Indices = NDArray[np.int64]
@@ -43,6 +43,7 @@ class FlatBatch:
     temperature  float32[N]    sampling temperature of each token
     version      int32[N]      policy version that sampled each token
     support                    ids that could have been sampled, of N tokens; None: every id, everywhere
+    probabilities              the sampler's, of its most probable ids, of N tokens; None: recorded nowhere
     """
 
     groups: tuple[Group, ...]
@@ -62,6 +63,7 @@ class FlatBatch:
     temperature: NDArray[np.float32]
     version: Ids
     support: Support | None = None
+    probabilities: Probabilities | None = None
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -132,6 +134,7 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
         temperature=np.repeat(np.array([step.sampling.temperature for step in steps], np.float32), lengths),
         version=joined([step.policy_versions for step in steps], np.int32),  # type: ignore[arg-type]
         support=Support.joined([(n, step.support) for n, step in zip(lengths, steps, strict=True)]),
+        probabilities=Probabilities.joined([(n, step.probabilities) for n, step in zip(lengths, steps, strict=True)]),
     )
 
 

@@ -181,6 +181,15 @@ def note_tools(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: C
         log(f"agents' calls with tools will be refused: {problem}")
 
 
+def note_probabilities(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]) -> None:
+    """Log the size of the sampler's recorded probabilities, which are of up to the whole vocabulary."""
+    if count := config.algorithm.recorded_probabilities:
+        size = 8 * min(count, renderer.vocabulary)
+        log(
+            f"algorithm.centered_scores={config.algorithm.centered_scores} records up to {size:,} bytes a sampled token"
+        )
+
+
 StartCheck = Callable[[Inputs, ChatRenderer, RunConfig, Callable[[str], None]], object]
 
 START: Mapping[str, StartCheck] = MappingProxyType(
@@ -190,6 +199,7 @@ START: Mapping[str, StartCheck] = MappingProxyType(
         "warm start": check_demonstrations,
         "model": note_unused,
         "settings": note_tools,
+        "record": note_probabilities,
     }
 )
 """In order, by the part that they are about. They raise errors that would otherwise occur after the warm start or in

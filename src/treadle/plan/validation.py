@@ -69,6 +69,7 @@ def check_settings(config: RunConfig) -> None:
     check_name("placements", config.placement.kind, "placement.kind")
     unknown = config.rollout.filters and config.engine.kind != "torch"  # the embedded engine reports supports
     check_algorithm(config.algorithm, config.training, unknown)
+    check_centered(config)
     section = config.algorithm.distillation
     if section is not None and section.context is not None:
         load_context(section.context)
@@ -86,6 +87,21 @@ def check_settings(config: RunConfig) -> None:
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     check_rollout(config)
+
+
+def check_centered(config: RunConfig) -> None:
+    """Raise ConfigError if the sampler's probabilities that centered scores need would not be recorded."""
+    centered = config.algorithm.centered_scores
+    if centered == "support" and not config.rollout.filters:
+        raise ConfigError(
+            "algorithm.centered_scores is 'support', but no filter leaves tokens out; set rollout.top_p, top_k or "
+            "min_p, or choose top_k or vocabulary"
+        )
+    if centered != "off" and config.engine.kind == "vllm":
+        raise ConfigError(
+            f"algorithm.centered_scores is {centered!r}, which needs probabilities that vLLM's servers do not report; "
+            "set engine.kind=torch, or algorithm.centered_scores=off"
+        )
 
 
 def check_playing(config: RunConfig) -> None:

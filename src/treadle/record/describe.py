@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.outcomes import rejection, was_played
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Step
 from treadle.packing.breaks import Relation, relations
@@ -33,10 +33,12 @@ _SHOWN = (
 
 def describe(step: Step) -> dict[str, Any]:
     """Return all fields of a step by name, with its sampling parameters and reward components; arrays stay arrays."""
-    own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sampling", "given", "support")}
+    others = "sampling", "given", "support", "probabilities"
+    own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in others}
     return {
         **own,
         **support_columns(step.support),
+        **probability_columns(step.probabilities),
         **asdict(step.sampling),
         "components": dict(step.given.components),
         "token_rewards": step.given.tokens,
@@ -49,6 +51,13 @@ def support_columns(support: Support | None) -> dict[str, Any]:
     if support is None:
         return {"support_sizes": None, "support_ids": None}
     return {"support_sizes": support.counts, "support_ids": support.ids}
+
+
+def probability_columns(probabilities: Probabilities | None) -> dict[str, Any]:
+    if probabilities is None:
+        return {"probability_sizes": None, "probability_ids": None, "probabilities": None}
+    of = probabilities.of
+    return {"probability_sizes": of.counts, "probability_ids": of.ids, "probabilities": probabilities.values}
 
 
 def shown_steps(

@@ -17,12 +17,12 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.rewards import Reward
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason
 from treadle.packing.compactions import RecordedCall
 from treadle.packing.flat import PackedCall
-from treadle.record.describe import describe, support_columns
+from treadle.record.describe import describe, probability_columns, support_columns
 from treadle.record.ledger_reader import LEDGER, OPEN_SHARD, LedgerReader, trace_file
 
 _BATCH = 512  # steps read at a time
@@ -62,6 +62,9 @@ STEP_SCHEMA = pa.schema(
         "routing_shape": pa.list_(pa.int32()),
         "support_sizes": pa.list_(pa.int32()),  # `Support`; null: every id could be sampled
         "support_ids": pa.list_(pa.int32()),
+        "probability_sizes": pa.list_(pa.int32()),  # `Probabilities`; null: not recorded
+        "probability_ids": pa.list_(pa.int32()),
+        "probabilities": pa.list_(pa.float32()),
         "components": pa.map_(pa.string(), pa.float64()),
         "token_rewards": pa.list_(pa.float32()),
         # Missing in older runs.
@@ -72,8 +75,9 @@ STEP_SCHEMA = pa.schema(
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
 _SUPPORT = ("support_sizes", "support_ids")
+_PROBABILITIES = ("probability_sizes", "probability_ids", "probabilities")
 _ROUTING = ("routing", "routing_shape")
-_OF_COMPLETION = ("completion_ids", "logprobs", "policy_versions", "stop_reason", *_ROUTING, *_SUPPORT)
+_OF_COMPLETION = ("completion_ids", "logprobs", "policy_versions", "stop_reason", *_ROUTING, *_SUPPORT, *_PROBABILITIES)
 _COMPLETION = pa.schema([STEP_SCHEMA.field(name) for name in _OF_COMPLETION])
 _TOKENS: Mapping[str, type[np.generic]] = {
     "prompt_ids": np.int32,
@@ -122,6 +126,7 @@ def packed_completion(completion: Completion) -> bytes:
         "stop_reason": completion.stop_reason,
         **_routing_columns(completion.routing),
         **support_columns(completion.support),
+        **probability_columns(completion.probabilities),
     }
     return _packed(row, _COMPLETION)
 
@@ -139,6 +144,7 @@ def completion_of(packed: bytes) -> Completion:
         policy_versions=tuple(spans),
         routing=_routing(row),
         support=_support(row),
+        probabilities=_probabilities(row),
     )
 
 
@@ -215,7 +221,7 @@ def token_arrays(column: pa.ListArray) -> list[Any]:
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     for batch in table.combine_chunks().to_batches():
-        lists = [*_TOKENS, *_SUPPORT]
+        lists = [*_TOKENS, *_SUPPORT, *_PROBABILITIES]
         arrays = zip(*(token_arrays(batch.column(name)) for name in lists), strict=True)
         for row, tokens in zip(batch.drop_columns(lists).to_pylist(), arrays, strict=True):
             yield {**row, **dict(zip(lists, tokens, strict=True))}
@@ -250,6 +256,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
         ),
         routing=_routing(row),
         support=_support(row),
+        probabilities=_probabilities(row),
         given=Reward(dict(row["components"]), row["token_rewards"]),
         calls=tuple(map(_call, row.get("calls") or ())),
         withheld=row.get("withheld") or 0,
@@ -272,6 +279,13 @@ def _routing(row: Mapping[str, Any]) -> Routing | None:
 def _support(row: Mapping[str, Any]) -> Support | None:
     sizes, ids = (row.get(name) for name in _SUPPORT)
     return None if sizes is None or ids is None or not len(sizes) else Support(sizes, ids)
+
+
+def _probabilities(row: Mapping[str, Any]) -> Probabilities | None:
+    sizes, ids, values = (row.get(name) for name in _PROBABILITIES)
+    if sizes is None or ids is None or values is None or not len(sizes):
+        return None
+    return Probabilities(Support(sizes, ids), values)
 
 
 def _call(text: str) -> ModelCall:

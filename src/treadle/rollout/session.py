@@ -352,6 +352,7 @@ class Session:
                 summary=options.summary,
                 routing=completion.routing,
                 support=completion.support,
+                probabilities=completion.probabilities,
             )
             return self._steps[number]
 

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
@@ -159,20 +160,22 @@ class Forward:
         passes: int = 1,
         top: Tensor | None = None,
         support: Support | None = None,
+        sampler: Probabilities | None = None,
     ) -> TokenScores:
         """Add a loss's gradient to the parameters' `.grad`; return the scores it was computed at.
 
         temperature [N], passes, top, support: as for `scores`; several passes are made twice. gradient: scores of some
         tokens, or of none -> the loss's gradient by them, which is all that is needed of it. entropy_grad: whether
-        `gradient` also returns a gradient by entropies.
+        `gradient` also returns a gradient by entropies. sampler: of all pairs, if it returns one by expectations under
+        it.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(self.gradient_checkpointing):
             if len(parts) > 1:
-                return self._stream(parts, temperature, gradient, entropy_grad, top, support)
+                return self._stream(parts, temperature, gradient, entropy_grad, top, support, sampler)
             with self._replayed(parts[0]):
-                attached = self._pairs(parts[0], temperature, entropy_grad, top, support)
-                scores = attached.detached()
+                attached = self._pairs(parts[0], temperature, entropy_grad, top, support, sampler)
+                scores = replace(attached.detached(), expected=None)
                 _propagate(attached, gradient(scores))
         return scores
 
@@ -197,7 +200,8 @@ class Forward:
         for part in parts:
             fresh = Past() if len(parts) > 1 else None
             with self._replayed(part):
-                computed.append(self._pairs(part, temperature, False, top, support, store.at(part.context), fresh))
+                context = store.at(part.context)
+                computed.append(self._pairs(part, temperature, False, top, support, None, context, fresh))
             if fresh is not None:
                 store.put(part, fresh)
         return joined(computed)
@@ -210,6 +214,7 @@ class Forward:
         entropy_grad: bool,
         top: Tensor | None,
         support: Support | None,
+        sampler: Probabilities | None,
     ) -> TokenScores:
         store = _store(parts)
         with torch.no_grad():
@@ -220,7 +225,7 @@ class Forward:
             context = store.leaves(part.context)
             fresh = Past()
             with self._replayed(part):
-                attached = self._pairs(part, temperature, entropy_grad, top, support, context, fresh)
+                attached = self._pairs(part, temperature, entropy_grad, top, support, sampler, context, fresh)
                 _propagate(attached, slopes.at(slice(first, end)), *store.pending(part, fresh))
             store.collect(part.context, context)
         return scores
@@ -251,6 +256,7 @@ class Forward:
         entropy_grad: bool,
         top: Tensor | MostProbable | None,
         support: Support | None,
+        sampler: Probabilities | None = None,
         context: Past | None = None,
         fresh: Past | None = None,
     ) -> TokenScores:
@@ -264,6 +270,7 @@ class Forward:
             fresh=fresh,
             top=top,
             support=support,
+            sampler=sampler,
         )
         return TokenScores(part.flat, **self.scorer(call))
 
@@ -329,6 +336,7 @@ def _propagate(
         (scores.logp, slopes.logp),
         (scores.entropy, slopes.entropy),
         (scores.value, slopes.value),
+        (scores.expected, slopes.expected),
         (scores.top, slopes.top),
         *zip(more, by_more, strict=True),
     ]

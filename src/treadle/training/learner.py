@@ -155,6 +155,10 @@ class Learner:
         distills = section is not None and section.form == "advantage"
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises() or distills
 
+    @property
+    def _centers(self) -> bool:
+        return self.algorithm.centered_scores != "off"
+
     def _penalises(self) -> bool:
         return self.algorithm.kl is not None and self.algorithm.kl.where == "reward"
 
@@ -162,7 +166,7 @@ class Learner:
         config = self.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         least = self.training.least_graded(estimators.needs_group(self.algorithm))
-        return split_untrainable(groups, config.vocab_size, context, self.forward.routing, least)
+        return split_untrainable(groups, config.vocab_size, context, self.forward.routing, least, self._centers)
 
     def scores(self, batch: FlatBatch) -> TokenScores:
         """Score every completion token [N] with the current policy, at its recorded temperature."""
@@ -358,6 +362,7 @@ class Learner:
                 slot.passes,
                 objective.top_ids,
                 batch.support,
+                batch.probabilities if self._centers else None,
             )
             for slot in laid_out
         ]

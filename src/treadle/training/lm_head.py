@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 
 CHUNK_BYTES = 2**27  # size of one chunk's logits; a handful of such arrays exist at a time
 FEW = 1 / 32  # share of the vocabulary up to which single logits cost less than all of them
@@ -96,28 +97,31 @@ def pair_logprobs(
     entropy_grad: bool,
     top: Tensor | MostProbable | None = None,
     support: Support | None = None,
+    sampler: Probabilities | None = None,
 ) -> tuple[Tensor, ...]:
     """Return log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
 
     hidden [P, d]; targets int64[P]. entropy_grad: whether the entropy carries a gradient. top: other tokens int64[P,
     k], or how to choose them: then also returns their log-probabilities [P, k], and ids int64[P, k]. support: of the P
-    pairs; a distribution is over its ids alone, and other tokens have -inf. If the logits need more than `CHUNK_BYTES`,
-    they are computed chunk by chunk, and again in the backward pass.
+    pairs; a distribution is over its ids alone, and other tokens have -inf. sampler: of the P pairs; then
+    their expected log-probability under it, [P], follows the entropy. If the logits need more than `CHUNK_BYTES`, they
+    are computed chunk by chunk, and again in the backward pass.
     """
     if support is None or not support.counts.any():
-        return _over_all(head, hidden, targets, temperature, entropy_grad, top, None)
+        return _over_all(head, hidden, targets, temperature, entropy_grad, top, None, sampler)
     few = (support.listed > 0) & (support.counts <= FEW * head.vocabulary)
     if top is not None or not head.has_rows or not few.any():
-        return _over_all(head, hidden, targets, temperature, entropy_grad, top, support)
+        return _over_all(head, hidden, targets, temperature, entropy_grad, top, support, sampler)
     order = [np.flatnonzero(few), np.flatnonzero(~few)]
     computed = []
     for pairs, among_few in zip(order, (True, False), strict=True):
         at, part = torch.from_numpy(pairs).to(hidden.device), support.take(pairs)
         h, target, t = (tensor.index_select(0, at) for tensor in (hidden, targets, temperature))
+        own = None if sampler is None else sampler.take(pairs)
         if among_few:
-            computed.append(_over_few(head, h, target, t, entropy_grad, part))
+            computed.append(_over_few(head, h, target, t, entropy_grad, part, own))
         else:
-            computed.append(_over_all(head, h, target, t, entropy_grad, None, part))
+            computed.append(_over_all(head, h, target, t, entropy_grad, None, part, own))
     back = torch.from_numpy(np.argsort(np.concatenate(order))).to(hidden.device)
     return tuple(torch.cat(pair).index_select(0, back) for pair in zip(*computed, strict=True))
 
@@ -130,18 +134,20 @@ def _over_all(
     entropy_grad: bool,
     top: Tensor | MostProbable | None,
     support: Support | None,
+    sampler: Probabilities | None,
 ) -> tuple[Tensor, ...]:
     """Compute all logits."""
     rows = max(1, CHUNK_BYTES // (head.vocabulary * temperature.element_size()))
     if len(hidden) <= rows:
-        return _chunk(head, hidden, targets, temperature, entropy_grad, top, support)
+        return _chunk(head, hidden, targets, temperature, entropy_grad, top, support, sampler)
     split = (tensor.split(rows) for tensor in (hidden, targets, temperature))
     tops = top.split(rows) if isinstance(top, Tensor) else repeat(top)
     starts = range(0, len(hidden), rows)
     supports = repeat(None) if support is None else [support[start : start + rows] for start in starts]
+    samplers = repeat(None) if sampler is None else [sampler[start : start + rows] for start in starts]
     parts = [
         checkpoint(_chunk, head, *tensors, entropy_grad, *more, use_reentrant=False, preserve_rng_state=False)
-        for tensors, *more in zip(zip(*split, strict=True), tops, supports, strict=False)
+        for tensors, *more in zip(zip(*split, strict=True), tops, supports, samplers, strict=False)
     ]
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
@@ -154,6 +160,7 @@ def _chunk(
     entropy_grad: bool,
     top: Tensor | MostProbable | None,
     support: Support | None,
+    sampler: Probabilities | None,
 ) -> tuple[Tensor, ...]:
     logits = head(hidden).to(temperature.dtype) / temperature[:, None]
     if support is not None:
@@ -161,11 +168,14 @@ def _chunk(
         logits = logits.masked_fill(~possible, -torch.inf)
     distribution = logits.log_softmax(-1)
     logp = distribution.gather(1, targets[:, None])[:, 0]
-    entropy = _entropy(distribution, entropy_grad, holes=support is not None)
+    found = [logp, _entropy(distribution, entropy_grad, holes=support is not None)]
+    if sampler is not None:
+        counts = np.zeros(len(logits), np.int32) if support is None else support.counts
+        found.append(_expected(distribution, sampler, np.where(counts > 0, counts, logits.shape[1]), sampler.of.ids))
     if top is None:
-        return logp, entropy
+        return tuple(found)
     ids = distribution[:, : top.vocabulary].topk(top.count).indices if isinstance(top, MostProbable) else top
-    return logp, entropy, distribution.gather(1, ids), ids
+    return (*found, distribution.gather(1, ids), ids)
 
 
 def _over_few(
@@ -175,6 +185,7 @@ def _over_few(
     temperature: Tensor,
     entropy_grad: bool,
     support: Support,
+    sampler: Probabilities | None,
 ) -> tuple[Tensor, ...]:
     """Compute the logits of each pair's support alone."""
     ends = np.cumsum(support.counts, dtype=np.int64)
@@ -182,7 +193,7 @@ def _over_few(
     cuts = np.unique(np.searchsorted(ends, np.arange(0, ends[-1], most), side="right"))[1:].tolist()
     bounds = [*pairwise([0, *cuts, len(ends)])]
     if len(bounds) == 1:
-        return _among(head, hidden, targets, temperature, entropy_grad, support)
+        return _among(head, hidden, targets, temperature, entropy_grad, support, sampler)
     parts = [
         checkpoint(
             _among,
@@ -192,6 +203,7 @@ def _over_few(
             temperature[start:end],
             entropy_grad,
             support[start:end],
+            None if sampler is None else sampler[start:end],
             use_reentrant=False,
             preserve_rng_state=False,
         )
@@ -201,8 +213,14 @@ def _over_few(
 
 
 def _among(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool, support: Support
-) -> tuple[Tensor, Tensor]:
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    entropy_grad: bool,
+    support: Support,
+    sampler: Probabilities | None,
+) -> tuple[Tensor, ...]:
     device, counts = hidden.device, torch.from_numpy(support.counts.astype(np.int64))
     ids = torch.from_numpy(support.ids.astype(np.int64)).to(device)
     pair = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
@@ -211,7 +229,31 @@ def _among(
     padded = logits.new_full((len(counts), int(counts.max())), -torch.inf).index_put((pair, column), logits)
     distribution = padded.log_softmax(-1)
     sampled = column[ids == targets[pair]]  # each pair's support has its target once
-    return distribution.gather(1, sampled[:, None])[:, 0], _entropy(distribution, entropy_grad, holes=True)
+    found = distribution.gather(1, sampled[:, None])[:, 0], _entropy(distribution, entropy_grad, holes=True)
+    if sampler is None:
+        return found
+    return (*found, _expected(distribution, sampler, support.counts, support.columns(sampler.of)))
+
+
+def _expected(
+    distribution: Tensor, sampler: Probabilities, possible: NDArray[np.integer], columns: NDArray[np.integer]
+) -> Tensor:
+    """Return the sampler's expectation [P] of log-probabilities [P, K], with all ids that it did not record as one.
+
+    possible [P]: number of ids with a log-probability. columns: of each recorded one. Nothing recorded: 0.
+    """
+    counts, device = sampler.of.counts, distribution.device
+    at = np.arange(max(1, counts.max(initial=0))) < counts[:, None]
+    weights, ids = np.zeros(at.shape, np.float32), np.zeros(at.shape, np.int64)
+    weights[at], ids[at] = sampler.values, columns
+    ids = np.where(at, ids, ids[:, :1])
+    weight, column = torch.from_numpy(weights).to(distribution), torch.from_numpy(ids).to(device)
+    expected = (weight * torch.where(weight > 0, distribution.gather(1, column), 0.0)).sum(-1)
+    partly = torch.from_numpy(np.flatnonzero((counts > 0) & (counts < possible))).to(device)
+    if not len(partly):
+        return expected
+    rest = distribution[partly].scatter(1, column[partly], -torch.inf).logsumexp(-1)
+    return expected.index_add(0, partly, (1 - weight[partly].sum(-1)).clamp(min=0) * rest)
 
 
 def _entropy(distribution: Tensor, with_gradient: bool, holes: bool) -> Tensor:

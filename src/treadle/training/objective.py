@@ -58,7 +58,8 @@ class TokenScores:
     """A model's scores of some tokens.
 
     flat int64[n]: their indices among all N. logp, entropy [n]: in nats. value [n]: value of the state in which each
-    was sampled, with a value head. top [n, k], top_ids int64[n, k]: other tokens there, if requested.
+    was sampled, with a value head. expected [n]: log-probability that the sampler expects, for gradients alone
+    (`algorithm.centered_scores`). top [n, k], top_ids int64[n, k]: other tokens there, if requested.
     """
 
     flat: Indices
@@ -67,6 +68,7 @@ class TokenScores:
     value: Tensor | None = None
     top: Tensor | None = None
     top_ids: Tensor | None = None
+    expected: Tensor | None = None
 
     def detached(self) -> TokenScores:
         return self.map(Tensor.detach)
@@ -77,16 +79,17 @@ class TokenScores:
         return replace(self, **mapped)
 
 
-SCORES = ("logp", "entropy", "value", "top", "top_ids")
+SCORES = ("logp", "entropy", "value", "top", "top_ids", "expected")
 
 
 class LossGradients(NamedTuple):
-    """A loss's gradient by log-probabilities [n]; by entropies, values [n] and other tokens [n, k] if they matter."""
+    """A loss's gradient by log-probabilities [n]; by the other fields of `TokenScores` if they matter."""
 
     logp: Tensor
     entropy: Tensor | None = None
     value: Tensor | None = None
     top: Tensor | None = None
+    expected: Tensor | None = None
 
     def at(self, index: Tensor | slice) -> LossGradients:
         logp, *others = (None if x is None else x[index] for x in self)
@@ -150,7 +153,8 @@ class Objective:
     def loss(self, scores: TokenScores) -> Tensor:
         """Return the loss of these tokens, a scalar. scores: of all N if the objective couples tokens."""
         index, tokens = self._tokens(scores)
-        each = self._policy_losses(scores.logp, tokens)
+        centered = scores.logp if scores.expected is None else scores.logp - scores.expected
+        each = self._policy_losses(centered, tokens)
         weight = self.weight[index]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
@@ -200,6 +204,8 @@ class Objective:
             leaves["value"] = scores.value
         if scores.top is not None:
             leaves["top"] = scores.top
+        if self.config.centered_scores != "off":
+            leaves["expected"] = torch.zeros_like(scores.logp)  # changes gradients, but no value
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
         found = torch.autograd.grad(self.loss(TokenScores(scores.flat, **leaves)), list(leaves.values()))
         slopes = LossGradients(**dict(zip(leaves, found, strict=True)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.models.passing import Passing
 from treadle.models.states import stateful_layers
 from treadle.models.support import decoder_of, mixing_layers, slides, why_not_packable
@@ -34,11 +34,14 @@ class Pass:
     temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, for a model that shares prefixes.
     context, fresh: see `Tree`. half: in bfloat16. entropy_grad: whether the entropy carries a gradient. top: tokens to
     score beside the sampled ones, int64[N, k] of all pairs, or how to choose them. support: of all pairs.
+    sampler: of all pairs, to take expectations under it.
 
     It is opaque to wrappers of modules, which traverse dataclasses, dicts and lists (see `Tree`).
     """
 
-    __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "support", "temperature", "top")
+    __slots__ = (
+        *("context", "entropy_grad", "fresh", "half", "kernel", "part", "sampler", "support", "temperature", "top"),
+    )
 
     def __init__(
         self,
@@ -52,8 +55,9 @@ class Pass:
         fresh: Past | None = None,
         top: Tensor | MostProbable | None = None,
         support: Support | None = None,
+        sampler: Probabilities | None = None,
     ) -> None:
-        self.top, self.support = top, support
+        self.top, self.support, self.sampler = top, support, sampler
         self.part, self.temperature, self.kernel = part, temperature, kernel
         self.half, self.entropy_grad, self.context, self.fresh = half, entropy_grad, context, fresh
 
@@ -148,8 +152,10 @@ class Scorer(nn.Module):
                 call.entropy_grad,
                 top,
                 None if call.support is None else call.support.take(part.flat),
+                None if call.sampler is None else call.sampler.take(part.flat),
             )
-        outputs = dict(zip(("logp", "entropy", "top", "top_ids"), scores, strict=False))
+        expected = [] if call.sampler is None else ["expected"]
+        outputs = dict(zip(("logp", "entropy", *expected, "top", "top_ids"), scores, strict=False))
         if (head := self.value_head) is not None:
             outputs["value"] = head(sources.to(head.weight.dtype))[:, 0]
         # Not views: a wrapper's hooks could be lost on them.

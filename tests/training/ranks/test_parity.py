@@ -8,7 +8,16 @@ import pytest
 
 from tests.models import each_step, make_group, make_step, random_groups, tiny
 from tests.training.ranks.service import Case, Compared, Parity
-from tests.training.reference import COUPLED, LAYOUTS, LOSSES, cut, forked_groups, taught_advantages, with_experts
+from tests.training.reference import (
+    COUPLED,
+    LAYOUTS,
+    LOSSES,
+    cut,
+    forked_groups,
+    taught_advantages,
+    with_experts,
+    with_probabilities,
+)
 from treadle.algorithms.config import CorrectionConfig, DistillationConfig, KlConfig
 from treadle.core.types import Group
 from treadle.training.rank_processes import RankProcesses
@@ -83,6 +92,12 @@ CASES = {
     "correction by the policy now": Case(MANY, training=budget(25), algorithm={"correction": CORRECTION}),
     "kl in the loss, entropy": Case(
         MANY, reference=True, training=budget(25), algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": (0.05, 0.05)}
+    ),
+    "centered scores": Case(
+        with_probabilities(cut(FEW), 5), training=budget(25), algorithm={"centered_scores": "top_k"}
+    ),
+    "centered scores, streamed": Case(
+        with_probabilities(MANY, 99), old=True, training=budget(9), algorithm={"centered_scores": "vocabulary"}
     ),
     "value head": Case(MANY, training=budget(25), algorithm={"advantage": "gae"}),
     "routing replay": Case(with_experts(FEW, every=2), "qwen3-moe", training=budget(25, routing_replay=True)),

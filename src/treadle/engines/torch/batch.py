@@ -14,8 +14,8 @@ from torch import Tensor
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DataError, EngineError
-from treadle.core.support import Support
-from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_prefix
+from treadle.core.support import Probabilities, Support
+from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
 from treadle.engines.torch.model import CachedModel, Predicted
@@ -72,6 +72,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     routing: list[Routing] = field(default_factory=list)
     kept: list[Ids | None] = field(default_factory=list)
+    likely: list[tuple[Ids, Floats]] = field(default_factory=list)
     ended: StopReason | None = None
 
     def position(self) -> int:
@@ -92,6 +93,7 @@ class _Row:
             routing=np.stack(self.routing) if self.routing else None,
             waited=self.waited,
             support=Support.of(self.kept) if self.call.sampling.truncates else None,
+            probabilities=Probabilities.of_tokens(self.likely) if self.likely else None,
         )
 
 
@@ -317,8 +319,10 @@ class Batch:
         draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(self._model.samples_on)
         self._drawn += 1
         logits = self._constrained(rows, predicted.logits.to(self._model.samples_on))
-        ids, logprobs, kept = sample(logits, how, draws)
-        supports = [None] * len(rows) if kept is None else _supports(kept, ids)
+        ids, logprobs, among = sample(logits, how, draws)
+        supports = _supports(among.isfinite(), ids) if how.filters else [None] * len(rows)
+        most = self._options.probabilities
+        likely = None if most is None else most_probable(among, most)
         routing = None if predicted.routing is None else predicted.routing.cpu().numpy()
         for number, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
             if row.ended is not None:
@@ -329,6 +333,8 @@ class Batch:
                 row.call.constraint.take(token)
             if row.call.sampling.truncates:
                 row.kept.append(supports[number])
+            if likely is not None and row.call.sampling.temperature > 0:
+                row.likely.append(likely[number])
             if routing is not None:
                 row.routing.append(routing[number])
             self.counters.sampled += 1
@@ -367,6 +373,19 @@ def _supports(kept: Tensor, sampled: Tensor) -> list[Ids | None]:
     ids = kept.nonzero()[:, 1].int().cpu().numpy()
     parts = np.split(ids, sizes.cumsum(0)[:-1].cpu().numpy())
     return [None if len(part) == kept.shape[1] else part for part in parts]
+
+
+def most_probable(logprobs: Tensor, count: int) -> list[tuple[Ids, Floats]]:
+    """Return (ascending ids, probabilities) of the most probable ids of each row of logprobs float32[B, V].
+
+    Those as probable as the last one are included, so that ties do not depend on the order of computation.
+    """
+    likely = logprobs.isfinite()
+    if count < logprobs.shape[1]:
+        likely &= logprobs >= logprobs.topk(count).values[:, -1:]
+    ends = likely.sum(1).cumsum(0)[:-1].cpu().numpy()
+    ids, values = likely.nonzero()[:, 1].int().cpu().numpy(), logprobs[likely].exp().cpu().numpy()
+    return list(zip(np.split(ids, ends), np.split(values, ends), strict=True))
 
 
 class StopStrings:

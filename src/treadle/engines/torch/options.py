@@ -21,6 +21,8 @@ class TorchEngineOptions:
     lock_step: admit in waves, for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or recompute it with the new ones.
     routing: whether completions report the chosen experts.
+    probabilities: report the sampler's probabilities of so many most probable ids at each token, and of those as
+    probable as the last of them.
     pinned: sessions keep the version of their first call, at most so many behind the newest (`PinnedEngine`).
     """
 
@@ -33,4 +35,5 @@ class TorchEngineOptions:
     lock_step: bool = False
     in_flight: InFlight = "keep"
     routing: bool = False
+    probabilities: int | None = None
     pinned: int | None = None
