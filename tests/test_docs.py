@@ -30,12 +30,7 @@ from scripts import settings as settings_page
 from tests.cli.worlds import treadle as command
 from tests.worlds import END, plain_ids, play, user
 from treadle.algorithms.advantages import returns
-from treadle.algorithms.config import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    DistillationConfig,
-    KlConfig,
-)
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, DistillationConfig, KlConfig
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.algorithms.losses import by_name as policy_loss

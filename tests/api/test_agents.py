@@ -170,10 +170,7 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
         (["agent=tests.api.test_agents:too_few"], "called as agent"),
         (["agent=tests.api.test_agents:nowhere"], "has no 'nowhere'"),
         (["agent=nowhere"], "agents: 'nowhere' names no module"),
-        (
-            ["data.train.source=lookup"],
-            "would play nothing: .* name what plays them, environment 'lookup', which wins",
-        ),
+        (["data.train.source=lookup"], "would play nothing: .* name what plays them, environment 'lookup', which wins"),
     ],
 )
 def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: list[str], message: str) -> None:

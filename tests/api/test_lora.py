@@ -111,10 +111,7 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        (
-            ["model.build={model_type: qwen3}", "model.path=null", "model.tokenizer=demo"],
-            "needs a trained model",
-        ),
+        (["model.build={model_type: qwen3}", "model.path=null", "model.tokenizer=demo"], "needs a trained model"),
         (["training.lora.targets=[gate]"], "no linear layers named"),
         (["placement.learner={ranks: 2, loading: sharded}"], "loading 'sharded' cannot be combined"),
         (

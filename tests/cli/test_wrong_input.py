@@ -76,10 +76,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "data.train.source=train.json": ("data.train.source: 'train.json' is not a .jsonl", "convert it to one"),
     "data.train.source=empty.jsonl": ("empty.jsonl has no tasks",),
     "data.train.source=broken.jsonl": ("broken.jsonl:1: not JSON",),
-    "data.train.options={cuont: 3}": (
-        "data.train.options of 'arithmetic'",
-        "its options are count, seed",
-    ),
+    "data.train.options={cuont: 3}": ("data.train.options of 'arithmetic'", "its options are count, seed"),
 }
 OTHERS: dict[str, tuple[str, ...]] = {
     "export-traces RUN traces.csv": ("'traces.csv' does not end in .jsonl; rename it, or choose another --format",),

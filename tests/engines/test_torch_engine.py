@@ -32,15 +32,7 @@ from tests.engines.kit import (
     serving,
     texts,
 )
-from tests.models import (
-    FAMILIES,
-    HYBRIDS,
-    SLIDING,
-    drawn_token,
-    exact,
-    full,
-    tiny,
-)
+from tests.models import FAMILIES, HYBRIDS, SLIDING, drawn_token, exact, full, tiny
 from tests.sources import make_engine, publish
 from tests.until import CEILING, until
 from treadle.core.draws import token_uniforms
@@ -58,9 +50,7 @@ from treadle.training.forward import Forward
 
 
 # Sinks, soft caps, values smaller than keys, keyword arguments that do not reach attention.
-UNUSUAL = [
-    *("gpt-oss-half-sliding", "gemma2-half-sliding", "deepseek-latent", "glm4-moe-lite", "nemotron", "stablelm"),
-]
+UNUSUAL = [*("gpt-oss-half-sliding", "gemma2-half-sliding", "deepseek-latent", "glm4-moe-lite", "nemotron", "stablelm")]
 
 
 @pytest.mark.quick(2)

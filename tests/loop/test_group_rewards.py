@@ -101,10 +101,7 @@ def test_failed_members_end_no_group_and_what_fails_is_tried_again(tmp_path: Pat
     )
     check_finished(tmp_path / "run")
     columns = "task, reward, failure_cause, failure_message"
-    rows = query(
-        tmp_path / "run",
-        f"SELECT {columns} FROM trajectories JOIN groups USING (group_id)",
-    )
+    rows = query(tmp_path / "run", f"SELECT {columns} FROM trajectories JOIN groups USING (group_id)")
     hopeless = [row for row in rows if '"train-0"' in row["task"]]
     others = [row for row in rows if '"train-0"' not in row["task"]]
     assert {row["failure_cause"] for row in hopeless} >= {"verifier"} and not any(row["reward"] for row in hopeless)

@@ -17,12 +17,7 @@ from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 from treadle.loop.config import StalePolicy
 from treadle.loop.failures import fails_by_task
 from treadle.loop.groups import Groups
-from treadle.loop.stopping import (
-    StopConditionMet,
-    WindowStats,
-    check_discard_rate,
-    check_refusal_rate,
-)
+from treadle.loop.stopping import StopConditionMet, WindowStats, check_discard_rate, check_refusal_rate
 
 
 def sampled_by(index: int, *versions: int) -> Group:
@@ -60,11 +55,7 @@ def test_the_oldest_come_first_and_a_batch_is_in_order_of_submission() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected", "left", "remaining"),
-    [
-        ("mask_steps", [0, 1], [[2], [1]], 2),
-        ("drop_group", None, [], 1),
-    ],
+    ("policy", "expected", "left", "remaining"), [("mask_steps", [0, 1], [[2], [1]], 2), ("drop_group", None, [], 1)]
 )
 def test_what_is_stale(policy: StalePolicy, expected: Any, left: Any, remaining: int) -> None:
     groups = started(1, policy, 2, 0, 0)

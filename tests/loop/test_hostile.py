@@ -87,11 +87,7 @@ def of_no_cause() -> Any:
         (with_a_surrogate, "verifier", "no \\ud800 tests"),
         (of_no_cause, "environment", "step raised TrajectoryFailure: nobody: no tests"),
         (lambda: {"reward": 1e308}, "environment", "step gave the reward 1e+308, a float, in "),
-        (
-            lambda: {"reward": -1e308},
-            "environment",
-            "step gave the reward -1e+308, a float, in ",
-        ),
+        (lambda: {"reward": -1e308}, "environment", "step gave the reward -1e+308, a float, in "),
     ],
 )
 def test_an_attempt_that_does_its_worst_is_a_failed_one(

@@ -164,8 +164,7 @@ def test_an_environments_metrics_are_in_every_row_and_durable(tmp_path: Path) ->
     start(tmp_path / "run", *world, "orchestration.updates=2", "training.group_size=2")
     check_finished(tmp_path / "run")
     recorded = query(
-        tmp_path / "run",
-        "SELECT g.split, g.idx, t.metrics FROM trajectories t JOIN groups g USING (group_id)",
+        tmp_path / "run", "SELECT g.split, g.idx, t.metrics FROM trajectories t JOIN groups g USING (group_id)"
     )
     for number, row in enumerate(updates(tmp_path / "run")):
         own = [json.loads(t["metrics"]) for t in recorded if t["split"] == "train" and t["idx"] // 2 == number]

@@ -95,10 +95,7 @@ REFERENCE, TEACHER = "algorithm.kl={coef: 0.1, model: big}", "algorithm.distilla
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            [REFERENCE],
-            r"models has none of that name; .* models\.reference\.path=big and .*model=reference",
-        ),
+        ([REFERENCE], r"models has none of that name; .* models\.reference\.path=big and .*model=reference"),
         ([TEACHER, "models.bigger.path=a"], r"there are bigger; .* models\.teacher\.path=big and .*teacher=teacher"),
         ([TEACHER, "models.big.policy=true"], r"models\.big is the policy in another role; leave .*teacher out"),
         ([REFERENCE, "models.big={url: 'http://a', model: m}"], r"models\.big is behind a url, .*; give a path"),

@@ -25,10 +25,7 @@ JAMBA = {
     "num_experts": 1,
     "mamba_d_state": 4,
 }
-REASONS = {
-    "bloom": "1 of 1 layers of BloomForCausalLM did not read the engine's cache",
-    "jamba": "its Mamba layers",
-}
+REASONS = {"bloom": "1 of 1 layers of BloomForCausalLM did not read the engine's cache", "jamba": "its Mamba layers"}
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,7 @@ def test_the_first_prompt_is_what_the_model_will_see() -> None:
 
 
 BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
-    "data": (
-        ["data.train.source=nowhere.jsonl", "data.train.options={}"],
-        {"data": "nowhere.jsonl"},
-    ),
+    "data": (["data.train.source=nowhere.jsonl", "data.train.options={}"], {"data": "nowhere.jsonl"}),
     "reply parser": (["rollout.reply_parser=herms"], {"settings": "'herms' is not registered"}),
     "callbacks": (["callbacks=[typo]"], {"callbacks": "'typo' is not registered"}),
     "tokenizer": (
@@ -117,10 +114,7 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         {"driver": "'/nowhere' is not an interpreter; name an interpreter with openenv-core"},
     ),
     "prompt": (["rollout.max_input_tokens=3"], {"first prompt": "rollout.max_input_tokens is 3"}),
-    "demonstrations": (
-        ["warm_start={demonstrations: nowhere.jsonl}"],
-        {"warm start": "no file 'nowhere.jsonl'"},
-    ),
+    "demonstrations": (["warm_start={demonstrations: nowhere.jsonl}"], {"warm start": "no file 'nowhere.jsonl'"}),
     "memory": (
         ["model.build.hidden_size=65536", "model.build.intermediate_size=262144", "model.build.num_hidden_layers=80"],
         {"memory": "take a smaller model", "disk": "free some space"},

@@ -316,8 +316,7 @@ def test_the_second_run_reads_the_first_ones_warm_start(tmp_path: Path, cache: P
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
-    "override",
-    ["seed=1", "warm_start.steps=5", "warm_start.learning_rate=1e-3", "model.build.hidden_size=64"],
+    "override", ["seed=1", "warm_start.steps=5", "warm_start.learning_rate=1e-3", "model.build.hidden_size=64"]
 )
 def test_another_warm_start_is_not_taken_for_this_one(override: str, tmp_path: Path, cache: Path) -> None:
     start(tmp_path / "first", *WARM)

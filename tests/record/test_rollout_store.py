@@ -22,16 +22,7 @@ from treadle.core.files import write_atomically
 from treadle.core.rewards import Reward
 from treadle.core.support import Probabilities
 from treadle.core.trainer import StepTrace
-from treadle.core.types import (
-    BreakCause,
-    DropReason,
-    Routing,
-    SamplingParams,
-    Status,
-    Step,
-    StopReason,
-    Trajectory,
-)
+from treadle.core.types import BreakCause, DropReason, Routing, SamplingParams, Status, Step, StopReason, Trajectory
 from treadle.plan.inputs import load_inputs
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import OPEN_SHARD

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from tests.worlds import tiny
 from treadle.core.config_diff import leaves
-from treadle.report.curve import (
-    Panel,
-    RunMetrics,
-    draw_runs,
-    group_runs,
-    make_figure,
-    panels,
-    smoothed,
-)
+from treadle.report.curve import Panel, RunMetrics, draw_runs, group_runs, make_figure, panels, smoothed
 
 REWARD, STEPS = "training reward", "steps per trajectory, training"
 TOKENS = "completion tokens per trajectory, training"

@@ -21,13 +21,7 @@ from treadle.core.outcomes import as_played
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
 from treadle.packing.flat import flatten
-from treadle.report.metrics import (
-    DECLARED,
-    evaluation_result,
-    pass_at,
-    run_metrics,
-    trajectory_metrics,
-)
+from treadle.report.metrics import DECLARED, evaluation_result, pass_at, run_metrics, trajectory_metrics
 from treadle.report.progress import PlainProgress, evaluation_lines, loading, update_line
 
 

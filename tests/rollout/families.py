@@ -187,9 +187,7 @@ TODAY = {
     "Kimi Linear": Family("moonshotai-Kimi-Linear-48B-A3B-Instruct", special=_KIMI, bos="[BOS]"),
     "GLM-4.7 Flash": Family("GLM-4.7-Flash", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM),
     "Granite 4": Family(
-        "ibm-granite-granite-4.0",
-        ("<|end_of_text|>",),
-        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        "ibm-granite-granite-4.0", ("<|end_of_text|>",), ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
     ),
     "Falcon-H1": Family("tiiuae-Falcon-H1-0.5B-Instruct"),
     "DeepSeek V3.2": Family("deepseek-ai-DeepSeek-V3.2", (_DEEPSEEK[1],), _DEEPSEEK, bos=_DEEPSEEK[0]),

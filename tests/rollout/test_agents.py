@@ -473,14 +473,8 @@ async def cannot_wait(task: Task, client: OpenAI) -> float:
     [
         (too_many, r"is called as agent\(task, client\), but: missing a required argument: 'tools'"),
         (no_client, r"is called as agent\(task, client\), but: too many positional arguments"),
-        (
-            waits_for_nothing,
-            "plain def, which is given a client of class OpenAI, .* annotated as AsyncOpenAI",
-        ),
-        (
-            cannot_wait,
-            "an async def, which is given a client of class AsyncOpenAI, .* or write a plain def",
-        ),
+        (waits_for_nothing, "plain def, which is given a client of class OpenAI, .* annotated as AsyncOpenAI"),
+        (cannot_wait, "an async def, which is given a client of class AsyncOpenAI, .* or write a plain def"),
         (Counting, r"it must be a function: agent\(task, client\)"),
         (3, "is of type int"),
     ],

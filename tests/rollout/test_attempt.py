@@ -131,12 +131,7 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
         1,
     ),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
-    (
-        Told(EnvStep(reward=math.nan, done=True)),
-        Cause.ENVIRONMENT,
-        "the reward nan, a float, in tests.worlds:Told",
-        1,
-    ),
+    (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan, a float, in tests.worlds:Told", 1),
     (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),
     (Told(EnvStep(reward="1", done=True)), Cause.ENVIRONMENT, "the reward '1'", 1),  # type: ignore[arg-type]
     (Told(EnvStep(reward=1.0, done="yes")), Cause.ENVIRONMENT, "done='yes'; it must be true or false", 1),  # type: ignore[arg-type]

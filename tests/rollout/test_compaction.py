@@ -293,12 +293,7 @@ def test_a_rejected_reply_leaves_the_conversation_as_if_it_had_not_been_given() 
     assert fates(trajectory) == "aAAaA"
     before = [*HELLO, *turns("a")]
     asked = [*before, user("again:")]
-    assert prompts(trajectory)[1:] == [
-        chatml(before),
-        chatml(asked),
-        chatml(asked),
-        chatml([*asked, *turns("d")]),
-    ]
+    assert prompts(trajectory)[1:] == [chatml(before), chatml(asked), chatml(asked), chatml([*asked, *turns("d")])]
     assert [step.reward for step in trajectory.steps] == [0.25, 0.0, 0.0, 0.75, 0.0]
     assert (trajectory.status, trajectory.reward) == (Status.MAX_STEPS, 1.0)
     assert {step.break_cause for step in trajectory.steps} == {None}

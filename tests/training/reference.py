@@ -16,16 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from tests.models import (
-    VOCABULARY,
-    each_step,
-    full,
-    gradients,
-    in_float64,
-    make_group,
-    make_step,
-    step_logprobs,
-)
+from tests.models import VOCABULARY, each_step, full, gradients, in_float64, make_group, make_step, step_logprobs
 from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig, NormConfig, PpoClipConfig, ValueConfig
 from treadle.algorithms.corrections import corrected

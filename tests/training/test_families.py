@@ -26,9 +26,7 @@ from tests.models import (
     tiny,
     weights_of,
 )
-from tests.models import (
-    quiet as quiet,
-)
+from tests.models import quiet as quiet
 from tests.rollout import families
 from tests.training.reference import (
     COUPLED,

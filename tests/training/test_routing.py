@@ -17,18 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.engines.kit import Script, as_groups, ids, recorded
 from tests.engines.test_routing import choices
-from tests.models import (
-    VOCABULARY,
-    distance,
-    exact,
-    full,
-    gradients,
-    norm,
-    ragged_groups,
-    routed,
-    step_logprobs,
-    tiny,
-)
+from tests.models import VOCABULARY, distance, exact, full, gradients, norm, ragged_groups, routed, step_logprobs, tiny
 from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, over_ranks, scale, with_experts
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import advantages

@@ -21,12 +21,7 @@ from treadle.loop.config import LoopPlan
 from treadle.loop.evaluation import play_held_out, result_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
-from treadle.plan.config import (
-    RunConfig,
-    recipe_data,
-    recipe_names,
-    without_source_options,
-)
+from treadle.plan.config import RunConfig, recipe_data, recipe_names, without_source_options
 from treadle.plan.inputs import Inputs, is_in_memory, load_held_out
 from treadle.plan.other_models import judging_models
 from treadle.plan.player import OVERRIDES, without_player

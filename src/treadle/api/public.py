@@ -23,13 +23,7 @@ from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.rows import ArrowData, Row
 from treadle.data.tasks import LazyTasks, check_no_copies
-from treadle.envs.tasks import (
-    RewardFunction,
-    SingleTurn,
-    check_environment,
-    check_reward_function,
-    is_reward_function,
-)
+from treadle.envs.tasks import RewardFunction, SingleTurn, check_environment, check_reward_function, is_reward_function
 from treadle.loop.thread_count import wait_passively
 from treadle.plan.config import RunConfig, read_recipe, with_model_of_run
 from treadle.plan.inputs import (

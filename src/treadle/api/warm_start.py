@@ -37,10 +37,7 @@ from treadle.record.recorded import LoggedConversation, check_vocabulary, vocabu
 from treadle.rendering.chat import ChatRenderer
 from treadle.report.progress import Progress
 from treadle.training.config import WarmStartConfig
-from treadle.training.demonstrations import (
-    demonstrated_calls,
-    reshuffled,
-)
+from treadle.training.demonstrations import demonstrated_calls, reshuffled
 from treadle.training.sft import warm_start
 from treadle.training.start import make_trainer
 

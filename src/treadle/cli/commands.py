@@ -349,11 +349,7 @@ def _add_serve(commands: Commands) -> None:
 
     parser = add_command(commands, "view", "serve:run_view", "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(
-        "runs",
-        type=run_argument,
-        nargs="*",
-        metavar="RUN",
-        help="run directories, or folders of runs (default: runs)",
+        "runs", type=run_argument, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
     )
     add_address(parser, 8321)
     parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")

@@ -123,8 +123,7 @@ RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
 """`def reward(task, text)`, async or not: reward of a reply to the task's prompt."""
 
 REWARD_FUNCTION = Expected(
-    "    def reward(task, text):\n        return float(text.strip() == task.ground_truth)",
-    f"a {NUMBER}, or a Reward",
+    "    def reward(task, text):\n        return float(text.strip() == task.ground_truth)", f"a {NUMBER}, or a Reward"
 )
 
 

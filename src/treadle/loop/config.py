@@ -121,8 +121,7 @@ class PlacementConfig(Config):
         False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
     )
     address: str | None = Field(
-        None,
-        description="kind ray: address of a running cluster; default: a local one for this run",
+        None, description="kind ray: address of a running cluster; default: a local one for this run"
     )
     wait: float | None = Field(
         None,

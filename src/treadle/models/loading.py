@@ -26,11 +26,7 @@ from treadle.core.files import prove_files, sha256_of
 from treadle.models.chat import load_tokenizer
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import (
-    base_directory,
-    require_model,
-    tokenizer_directory,
-)
+from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.pretrained import load_pretrained
 from treadle.models.support import refuse_randomness
 

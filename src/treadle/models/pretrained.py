@@ -11,20 +11,11 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
-from treadle.models.model_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    names_code,
-)
+from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, names_code
 from treadle.models.multimodal import is_multimodal, keep_language_part, keep_names
 
 

@@ -46,11 +46,7 @@ _SUMS = {
     "seconds": "max(seconds)",
     "component": "avg(iif(reward IS NULL, NULL, coalesce((SELECT value FROM json_each(components) WHERE key = ?), 0)))",
 }
-_COLUMNS = {
-    "group": "p.place",
-    "update": "coalesce(trained_version, batch)",
-    "task": "position",
-}
+_COLUMNS = {"group": "p.place", "update": "coalesce(trained_version, batch)", "task": "position"}
 _WORD = (  # the first condition is fast, and implied by the second
     "((instr(lower(task), lower(?)) AND EXISTS (SELECT 1 FROM json_tree(task) WHERE type IN ('text', 'integer', "
     "'real') AND coalesce(key, '') NOT IN ('role', 'type') AND instr(lower(atom), lower(?)))) "

@@ -112,10 +112,7 @@ class Clock:
     _cpu: float = field(default_factory=time.process_time)
 
     def read(self) -> tuple[float, float]:
-        return (
-            self.wall_before + time.perf_counter() - self._wall,
-            self.cpu_before + time.process_time() - self._cpu,
-        )
+        return (self.wall_before + time.perf_counter() - self._wall, self.cpu_before + time.process_time() - self._cpu)
 
 
 def reward_notes(groups: Sequence[Group], grading: Grading, advantage: Advantage, first: bool) -> Iterator[str]:

@@ -126,8 +126,7 @@ class RolloutConfig(Config):
     min_p: float = Field(0.0, ge=0, le=1, description="in training: keep tokens with p >= min_p * max p")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     conversation: Literal["turns", "single_message"] = Field(
-        "turns",
-        description="place of observations: separate messages, or text within the assistant's single message",
+        "turns", description="place of observations: separate messages, or text within the assistant's single message"
     )
     environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, in seconds")
     trajectory_timeout: float = Field(

@@ -67,9 +67,7 @@ class WorkerConfig(Config):
 
     processes: int = Field(1, ge=1, description="number of processes, each of which imports the library once")
     memory_limit: int = Field(
-        8 * 2**30,
-        ge=2**26,
-        description="memory limit of each process, and of each that it starts, in bytes (on Linux)",
+        8 * 2**30, ge=2**26, description="memory limit of each process, and of each that it starts, in bytes (on Linux)"
     )
     inherit: tuple[str, ...] = Field(
         (), description='names of further environment variables to pass on from the run, or patterns: "AWS_*"'

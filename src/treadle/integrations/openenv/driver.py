@@ -36,7 +36,7 @@ class OpenEnvConfig(Config):
 
     server: str | tuple[str, ...] = Field(
         description="base URL of a running server, or the command to start one for the duration of the run; "
-        f"{PORT} in it becomes a free port",
+        f"{PORT} in it becomes a free port"
     )
     action: str = Field(
         "",

@@ -236,12 +236,7 @@ class Gateway:
         self._log, self._logged = log, set[str]()
         self._attached: dict[bytes, ClientSession] = {}
 
-    def attach(
-        self,
-        session: Session,
-        access: Access = _POLICY_ALONE,
-        secret: str | None = None,
-    ) -> ClientSession:
+    def attach(self, session: Session, access: Access = _POLICY_ALONE, secret: str | None = None) -> ClientSession:
         """Open a session to clients, by default under a new secret."""
         secret = secret or secrets.token_urlsafe(32)
         address = SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")

@@ -96,11 +96,7 @@ class Tree:
     __slots__ = ("attended", "calls", "context", "fresh", "kernel", "walked")
 
     def __init__(
-        self,
-        kernel: Kernel,
-        context: Past | None = None,
-        fresh: Past | None = None,
-        calls: Sequence[Together] = (),
+        self, kernel: Kernel, context: Past | None = None, fresh: Past | None = None, calls: Sequence[Together] = ()
     ) -> None:
         self.kernel, self.context, self.fresh, self.calls = kernel, context or Past(), fresh, calls
         self.attended: dict[int, int | None] = {}
