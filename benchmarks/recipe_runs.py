@@ -93,10 +93,7 @@ STUDIES: Mapping[str, Study] = {
         {
             "teacher": (),
             "sampled tokens": _SAMPLED_TOKENS,
-            "and rewards": (
-                *_SAMPLED_TOKENS,
-                *("algorithm.distillation.rewards=1", "algorithm.distillation.coef=0.3"),
-            ),
+            "and rewards": (*_SAMPLED_TOKENS, *("algorithm.distillation.rewards=1", "algorithm.distillation.coef=0.3")),
             "rewards": (
                 *("algorithm.distillation=null", "algorithm.entropy_coef=0.01", "orchestration.updates=45"),
                 "training.optimizer={learning_rate: 8e-4, warmup: 5}",

@@ -169,7 +169,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "training/test_families.py::test_a_tree_with_forks_trains_as_each_step_alone"),
     ("training/scorer.py", "None if call.support is None else call.support.take(part.flat)", "None",
      "training/test_support.py"),
-    ("training/lm_head.py", "logits = logits.masked_fill(_outside(support, logits), -torch.inf)", "pass",
+    ("training/lm_head.py", "logits = logits.masked_fill(~possible, -torch.inf)", "pass",
      "training/test_support.py"),
     ("training/lm_head.py", "padded = logits.new_full((len(counts), int(counts.max())), -torch.inf)",
      "padded = logits.new_full((len(counts), int(counts.max())), 0.0)", "training/test_support.py"),
