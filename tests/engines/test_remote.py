@@ -4,16 +4,18 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.models import tiny
 from tests.until import until
 from treadle.core.engine import Completion
-from treadle.core.errors import EngineEnded, EngineError, WorkerLost
+from treadle.core.errors import DataError, EngineEnded, EngineError, WorkerLost
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, RemoteEngine
@@ -21,6 +23,7 @@ from treadle.engines.staging import Staged
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
+from treadle.rendering.grammars import Grammars
 from treadle.testing import FakeEngine, FakeTrainer
 from treadle.workers.supervised import Supervised
 
@@ -78,7 +81,8 @@ class Weights:
 
 
 def local_engine() -> TorchEngine:
-    return TorchEngine(tiny(), TorchEngineOptions(stop_token_ids=[], lock_step=True))
+    grammars = Grammars(Tokenizer.from_file(str(files("treadle.recipes") / "tokenizer" / "tokenizer.json")))
+    return TorchEngine(tiny(), TorchEngineOptions(stop_token_ids=[], lock_step=True), grammars=grammars)
 
 
 @asynccontextmanager
@@ -119,6 +123,18 @@ async def test_the_next_process_has_the_weights_that_were_published_last() -> No
         completion = await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
         assert set(completion.versions_per_token()) == {1}
         assert said == ["engine 0 ended: killed; restarting it"]
+
+
+async def test_a_wrong_grammar_fails_its_own_call_of_the_wave_alone() -> None:
+    async with opened([]) as engine:
+        await publish(engine, 5, 1)
+        calls = {"a": SamplingParams(max_tokens=2, grammar="start: x"), "b": SamplingParams(max_tokens=2)}
+        for name in calls:
+            engine.open_session(name)
+        made = [engine.generate(PROMPT, params, session=name) for name, params in calls.items()]
+        wrong, right = await asyncio.gather(*made, return_exceptions=True)
+        assert isinstance(wrong, DataError) and "unknown name" in str(wrong)
+        assert isinstance(right, Completion) and len(right.token_ids) == 2
 
 
 async def test_a_process_that_scores_otherwise_does_not_serve() -> None:

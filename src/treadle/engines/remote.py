@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from treadle.core.engine import Completion, ComponentStatus
-from treadle.core.errors import EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
+from treadle.core.errors import DataError, EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import tolerance_of
 from treadle.engines.staging import Staged
@@ -68,7 +68,7 @@ class EngineService:
         self._open(session)
         return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
-    async def wave(self, calls: Mapping[int, Call], closed: Sequence[str]) -> dict[int, Completion | EngineError]:
+    async def wave(self, calls: Mapping[int, Call], closed: Sequence[str]) -> dict[int, Completion | TreadleError]:
         """Close sessions, then sample for all other open ones; return answers in order of completion.
 
         calls: by number, in the order in which their sessions were opened. Cancelled ones have no answer.
@@ -76,12 +76,12 @@ class EngineService:
         await self.close_sessions(closed)
         for call in calls.values():
             self._open(call.session)
-        answers: dict[int, Completion | EngineError] = {}
+        answers: dict[int, Completion | TreadleError] = {}
 
         async def sample(number: int, call: Call) -> None:
             try:
                 answers[number] = await self.generate(*call)
-            except EngineError as error:
+            except (EngineError, DataError) as error:
                 answers[number] = error
 
         self._wave = {number: asyncio.ensure_future(sample(number, call)) for number, call in calls.items()}
@@ -375,7 +375,7 @@ class RemoteEngine:
         order = {session: number for number, session in enumerate(self._sessions)}
         wave = dict(sorted(self._waiting.items(), key=lambda item: order[item[1].session]))
         self._waiting = {}
-        answers: Mapping[int, Completion | EngineError] = {}
+        answers: Mapping[int, Completion | TreadleError] = {}
         failure = EngineError("the engine was interrupted")
         try:
             answers = await self._call("wave", wave, closed)
@@ -390,11 +390,11 @@ class RemoteEngine:
             del self._waiting[number]
             self._settle(number, error)
 
-    def _settle(self, number: int, completion: Completion | EngineError) -> None:
+    def _settle(self, number: int, completion: Completion | TreadleError) -> None:
         answer = self._answers.get(number)
         if answer is None or answer.done():  # cancelled
             return
-        if isinstance(completion, EngineError):
+        if isinstance(completion, TreadleError):
             answer.set_exception(completion)
         else:
             answer.set_result(completion)

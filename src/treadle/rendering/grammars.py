@@ -76,7 +76,7 @@ class Grammars:
     def constraint(self, sampling: SamplingParams) -> Constraint:
         """Return the constraint of a completion that begins now. Raises DataError for a wrong grammar."""
         matcher = self._compiled(sampling.grammar).deep_copy() if sampling.grammar else None
-        return Constraint(matcher, self._backend.get_vocab_size(), sampling.forbidden)
+        return Constraint(matcher, self._tokenizer.vocab_size, sampling.forbidden)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.models import make_group, tiny

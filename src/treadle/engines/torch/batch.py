@@ -41,15 +41,15 @@ class EngineCounters:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request for one completion. constraint: what a grammar and forbidden ids leave, if anything is left out.
-    cancelled: set from any thread. made: time of the request, in seconds.
+    """A request for one completion. constraint: what a grammar and forbidden ids leave, if anything is left out, or
+    what is wrong with the grammar. cancelled: set from any thread. made: time of the request, in seconds.
     """
 
     session: int
     prompt: Ids
     sampling: SamplingParams
     salt: str | None = None
-    constraint: Constraint | None = None
+    constraint: Constraint | DataError | None = None
     cancelled: bool = False
     made: float = field(default_factory=time.perf_counter)
 
@@ -329,7 +329,7 @@ class Batch:
                 continue
             row.tokens.append(token)
             row.logprobs.append(min(logprob, 0.0))
-            if row.call.constraint is not None:
+            if isinstance(row.call.constraint, Constraint):
                 row.call.constraint.take(token)
             if row.call.sampling.truncates:
                 row.kept.append(supports[number])
@@ -349,7 +349,7 @@ class Batch:
             return logits
         outside = np.zeros(logits.shape, np.bool_)
         for number, row in enumerate(rows):
-            if row.call.constraint is None or row.ended is not None:
+            if not isinstance(row.call.constraint, Constraint) or row.ended is not None:
                 continue
             try:
                 possible = np.unpackbits(np.frombuffer(row.call.constraint.mask(), np.uint8), bitorder="little")

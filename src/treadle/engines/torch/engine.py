@@ -170,7 +170,10 @@ class TorchEngine:
         """
         self._check_awake()
         self.limits.check_call(prompt_ids, sampling, "alone")
-        call = Call(0, np.array(prompt_ids, np.int32), sampling, constraint=self._constraint(sampling))
+        constraint = self._constraint(sampling)
+        if isinstance(constraint, DataError):
+            raise constraint
+        call = Call(0, np.array(prompt_ids, np.int32), sampling, constraint=constraint)
         try:
             return await self._between_tokens(self._compute_alone, call)
         finally:
@@ -242,12 +245,15 @@ class TorchEngine:
         if self._closed:
             raise EngineError("the engine was closed")
 
-    def _constraint(self, sampling: SamplingParams) -> Constraint | None:
+    def _constraint(self, sampling: SamplingParams) -> Constraint | DataError | None:
         if not sampling.constrains:
             return None
         if self._grammars is None:
             raise EngineError("a grammar and forbidden ids need an engine that was given `grammars`")
-        return self._grammars.constraint(sampling)
+        try:
+            return self._grammars.constraint(sampling)
+        except DataError as error:
+            return error
 
     def _check_awake(self) -> None:
         self._check_open()
@@ -301,6 +307,9 @@ class TorchEngine:
         if not self._may_admit():
             return
         admitted, self._waiting = self._waiting, {}
+        for call in list(admitted):
+            if isinstance(call.constraint, DataError):  # not refused earlier: a wave waits for a call of each session
+                _fail(admitted.pop(call), call.constraint)
         self._running |= admitted
         # A stable sort keeps a session's calls in order of arrival.
         self._admitted += sorted(admitted, key=lambda call: call.session) if self._lock_step else admitted
