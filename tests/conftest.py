@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sandboxes stay in one process each.
     """
     for item in items:
-        for folder in {"view", "harbor"} & set(item.path.parts):
+        if (folder := item.path.parent.name) in ("view", "harbor"):
             item.add_marker(pytest.mark.xdist_group(folder))
         if item.get_closest_marker("slow") and "placement" in item.path.parts:
             item.add_marker(pytest.mark.cluster)
