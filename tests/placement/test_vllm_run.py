@@ -12,7 +12,9 @@ from tests.placement.conftest import memory_of_test, of_ray, of_test, start_driv
 from tests.runs import check_finished, query, start, updates
 from tests.until import wait_until
 from tests.worlds import Quiet
+from treadle.engines.staging import temporary_directory
 from treadle.training.checkpoint import export_model
+from treadle.workers.reaper import SHARED
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -45,6 +47,7 @@ def test_nothing_is_left_of_servers_whose_run_is_killed(
     driver.kill()
     driver.wait()
     wait_until(lambda: all(each in cluster or each.startswith("ray::IDLE") for each in of_test(mark)))
+    temporary_directory(SHARED).rmdir()  # the next process that publishes removes weights of killed ones
     wait_until(lambda: not of_ray() - before and not any(path.exists() for path in left))
 
 
