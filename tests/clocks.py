@@ -2,13 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
 from treadle.testing import VirtualLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+
+def virtually(main: Coroutine[Any, Any, T]) -> T:
+    """The result, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
 
 
 class StuckLoop(VirtualLoop):

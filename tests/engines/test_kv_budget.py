@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from benchmarks.kv import World, simulate
 from benchmarks.measure import Row
+from tests.clocks import virtually
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.kv_budget import BudgetedEngine, Episode, ExpectedTokens, KVBudget, budgeted, peak_tokens
-from treadle.testing import FakeEngine, VirtualLoop
+from treadle.testing import FakeEngine
 
 SIZES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 90)), min_size=1, max_size=30)
 
@@ -146,8 +147,7 @@ def test_sessions_wait_for_their_first_call_only() -> None:
         assert len(await engine.score(np.zeros(3, np.int32))) == 2
         await engine.close()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(play())
+    virtually(play())
 
 
 def test_a_session_that_is_closed_while_it_waits_fails_and_makes_way() -> None:
@@ -164,8 +164,7 @@ def test_a_session_that_is_closed_while_it_waits_fails_and_makes_way() -> None:
         engine.close_session("c")
         engine.close_session("never opened")
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(play())
+    virtually(play())
 
 
 def test_the_setting() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.clocks import virtually
 from tests.models import tiny
 from tests.sources import make_engine
 from tests.until import until
@@ -15,7 +16,7 @@ from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.probe import ProbeResult, probe_engine
-from treadle.testing import FakeEngine, VirtualLoop
+from treadle.testing import FakeEngine
 
 PROMPT = np.array([3, 1, 4], np.int32)
 END = 2
@@ -203,8 +204,7 @@ def test_calls_take_time_side_by_side_and_tokens_carry_the_version_they_come_at(
             assert set(versions) == {0, 2} and versions == sorted(versions)
         assert engine.running == engine.aborted == 0
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(play())
+    virtually(play())
 
 
 async def test_a_call_that_is_cancelled_ends_at_once() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clocks import virtually
 from tests.loop.groups import make_tasks
 from tests.runs import check_finished, query, start
 from tests.worlds import plain_rollouts, saying, tiny
@@ -22,7 +23,6 @@ from treadle.report.metrics import evaluation_result
 from treadle.report.rewards import lone_attempts
 from treadle.rollout.isolation.user_code import RUNNING
 from treadle.rollout.rewards import RewardShaper
-from treadle.testing import VirtualLoop
 
 HERE = "tests.loop.test_evaluation"
 CALLS = Metric("judge_calls", "trajectory", "sum", "calls")
@@ -74,8 +74,7 @@ def evaluate(*overrides: str, world: type[Environment] = Fragile) -> tuple[list[
         )
         return groups, asyncio.get_running_loop().time()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        groups, seconds = runner.run(go())
+    groups, seconds = virtually(go())
     assert all(group.trajectories[-1].attempt >= attempts - 1 for group in groups)
     return groups, len(ended), seconds
 

@@ -4,7 +4,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clocks import virtually
 from tests.worlds import tiny, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.files import WrittenFile
@@ -28,11 +29,6 @@ from treadle.report.callbacks import Callbacks
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
 from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
-
-
-def virtually(main: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
 
 
 def now() -> float:
@@ -175,8 +171,7 @@ def train(
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return state
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(go()), steps
+    return virtually(go()), steps
 
 
 def test_groups_go_on_beside_an_evaluation_though_all_were_ready() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import virtually
 from tests.loop.groups import Judge, Judged, Unrecorded, make_queue, make_tasks
 from tests.until import until
 from tests.worlds import hang, make_step, plain_rollouts, saying, tiny, user
@@ -23,7 +24,7 @@ from treadle.loop.rollout_scheduler import ConcurrencyController, RolloutSchedul
 from treadle.loop.task_queue import Backlog, TaskOrder
 from treadle.record.ledger_reader import LoopState
 from treadle.rollout.rewards import RewardShaper
-from treadle.testing import FakeEngine, VirtualLoop
+from treadle.testing import FakeEngine
 
 # TaskOrder
 
@@ -137,8 +138,7 @@ def one_batch(**settings: Any) -> list[Group]:
         async with made.scheduler.sampling():
             return await made.next_batch()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(go())
+    return virtually(go())
 
 
 def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -> list[tuple[list[int], list[int]]]:
@@ -156,8 +156,7 @@ def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -
                 made.groups.trained()
         return seen
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(go())
+    return virtually(go())
 
 
 def test_synchronous_admission_is_exactly_the_next_batch() -> None:
@@ -460,7 +459,6 @@ def test_the_engine_is_kept_full_and_its_queue_short(engine: float, environment:
         await asyncio.wait(running)
         return busy / capacity / elapsed, waited / busy
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        used, waiting = runner.run(go())
+    used, waiting = virtually(go())
     assert used > 0.9
     assert waiting < 0.5
