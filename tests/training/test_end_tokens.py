@@ -81,9 +81,7 @@ def test_every_family_starts_and_all_its_end_tokens_end_a_reply(name: str, tmp_p
     assert set(tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))) == expected
     check_turns(renderer, [QUESTION], several=True)
     reply = Message(role="assistant", content="well")
-    for (
-        end
-    ) in renderer.stop_ids:  # each is recorded as it was sampled, and has its cause where the template has another
+    for end in renderer.stop_ids:  # each is recorded as sampled, and has its cause where the template has another
         conversation = Conversation(renderer)
         prompt = conversation.render([QUESTION])
         sampled = np.array([*renderer.encode("well"), end], np.int32)
