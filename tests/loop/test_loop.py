@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -642,12 +643,21 @@ def test_what_follows_a_form_is_trained_over_what_was_possible(tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
-    ("scores", "filters"), [("top_k", ()), ("vocabulary", ()), ("support", ("rollout.top_k=20", "rollout.top_p=0.8"))]
+    ("scores", "filters", "form"),
+    [
+        ("top_k", (), False),
+        ("vocabulary", (), False),
+        ("support", ("rollout.top_k=20", "rollout.top_p=0.8"), False),
+        ("vocabulary", ("rollout.top_k=5", "rollout.max_completion_tokens=12"), True),
+    ],
 )
-def test_centered_scores_are_of_what_was_recorded(tmp_path: Path, scores: str, filters: tuple[str, ...]) -> None:
+def test_centered_scores_are_of_what_was_recorded(
+    tmp_path: Path, scores: str, filters: tuple[str, ...], form: bool
+) -> None:
     """Also of steps that were read from the disk again."""
-    settings = f"algorithm.centered_scores={scores}", "engine.lock_step=true", *filters
-    plain, whole = start(tmp_path / "plain", *settings[1:]), start(tmp_path / "run", *settings)
+    settings, inputs = (f"algorithm.centered_scores={scores}", "engine.lock_step=true", *filters), spelled()
+    begin, go_on = (partial(how, inputs=inputs) if form else how for how in (start, resume))
+    plain, whole = begin(tmp_path / "plain", *settings[1:]), begin(tmp_path / "run", *settings)
     assert whole["weights_sha256"] != plain["weights_sha256"]
     for name, steps in recorded(tmp_path / "run"):
         for step in steps:
@@ -656,8 +666,8 @@ def test_centered_scores_are_of_what_was_recorded(tmp_path: Path, scores: str, f
             if step.probabilities is not None and step.support is not None:
                 assert step.support.counts.tolist() == step.probabilities.of.counts.tolist()
     assert all(step.probabilities is None for _, steps in recorded(tmp_path / "plain") for step in steps)
-    assert start(tmp_path / "part", *settings, progress=Interrupting(which=3))["stopped_early"]
-    assert resume(tmp_path / "part")["weights_sha256"] == whole["weights_sha256"]
+    assert begin(tmp_path / "part", *settings, progress=Interrupting(which=3))["stopped_early"]
+    assert go_on(tmp_path / "part")["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.parametrize(

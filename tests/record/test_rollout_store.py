@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from tests.runs import check_finished, query, start
 from tests.worlds import Quiet, make_group, make_step, tiny
 from treadle.api.train import train_run
+from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import write_atomically
 from treadle.core.rewards import Reward
-from treadle.core.support import Probabilities
+from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Routing, SamplingParams, Status, Step, StopReason, Trajectory
 from treadle.plan.inputs import load_inputs
@@ -28,7 +29,9 @@ from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import OPEN_SHARD
 from treadle.record.record import Record
 from treadle.record.rollout_store import (
+    completion_of,
     open_steps,
+    packed_completion,
     packed_step,
     read_steps,
     read_traces,
@@ -107,6 +110,22 @@ def test_a_shard_gives_back_every_bit(tmp_path_factory: pytest.TempPathFactory, 
         found = read_steps(directory, shard, trajectory.trajectory_id)
         assert [plain(step) for step in found] == [plain(step) for step in trajectory.steps]
     assert read_steps(directory, shard, "nobody") == []
+
+
+@settings(max_examples=20)
+@given(steps())
+def test_an_answer_of_an_open_call_gives_back_every_bit(step: Step) -> None:
+    versions = [VersionSpan(n, n, n + 1) for n in range(len(step.completion_ids))]
+    answer = Completion(
+        step.completion_ids,
+        step.logprobs,
+        step.stop_reason,
+        tuple(versions),
+        routing=step.routing,
+        support=Support.of([[token] for token in step.completion_ids.tolist()]) if len(versions) else None,
+        probabilities=step.probabilities,
+    )
+    assert plain(completion_of(packed_completion(answer))) == plain(answer)
 
 
 @settings(max_examples=20)
