@@ -101,11 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(groups: Sequence[Group], repeats: int) -> Table:
     """Measure an update on the same groups under each packing and two micro-batch budgets."""
     ways = [(packing, budget) for budget in (2048, 8192) for packing in Packing]
-    trainers = {way: _trainer(load_recipe("demo"), *way) for way in ways}
+    trainers = {way: trainer_of(load_recipe("demo"), *way) for way in ways}
     with asyncio.Runner() as runner:
-        runs = {str(way): partial(_update, runner, trainer, groups) for way, trainer in trainers.items()}
+        runs = {str(way): partial(update, runner, trainer, groups) for way, trainer in trainers.items()}
         seconds = cpu_seconds(runs, repeats)
-        results = {way: _update(runner, trainer, groups)[0] for way, trainer in trainers.items()}
+        results = {way: update(runner, trainer, groups)[0] for way, trainer in trainers.items()}
     rows = [
         _row(packing, budget, result, seconds[str((packing, budget))], seconds[str((Packing.STEP, budget))])
         for (packing, budget), result in results.items()
@@ -118,7 +118,7 @@ def replay(run: Path, repeats: int) -> Table:
     """Measure some of a run's updates under each packing, in turn; medians over updates."""
     config = config_of(RunDirectory.open(run))
     budget = config.training.max_tokens_per_microbatch
-    trainers = {packing: _trainer(config, packing, budget) for packing in Packing}
+    trainers = {packing: trainer_of(config, packing, budget) for packing in Packing}
     batches = replayed_batches(run, 5 * repeats)
     seconds: dict[Packing, list[float]] = {packing: [] for packing in Packing}
     results: dict[Packing, list[UpdateResult]] = {packing: [] for packing in Packing}
@@ -126,7 +126,7 @@ def replay(run: Path, repeats: int) -> Table:
         for batch in [batches[0], *batches]:  # the first only warms up
             for packing, trainer in trainers.items():
                 started = time.process_time()
-                results[packing] += _update(runner, trainer, batch)
+                results[packing] += update(runner, trainer, batch)
                 seconds[packing].append(time.process_time() - started)
     step = median(seconds[Packing.STEP][1:])
     middle = len(batches) // 2
@@ -150,14 +150,14 @@ def _row(packing: Packing, budget: int, result: UpdateResult, seconds: float, st
     }
 
 
-def _trainer(config: RunConfig, packing: Packing, budget: int) -> Trainer:
+def trainer_of(config: RunConfig, packing: Packing, budget: int) -> Trainer:
     one = {"updates_per_batch": 1, "epochs_per_batch": 1}
     changed = {"packing": packing, "max_tokens_per_microbatch": budget, **one}
     training = config.training.model_copy(update=changed)
     return make_trainer(replace(config.trainer, training=training, updates=1000, max_staleness=0, seed=0))
 
 
-def _update(runner: asyncio.Runner, trainer: Trainer, groups: Sequence[Group]) -> list[UpdateResult]:
+def update(runner: asyncio.Runner, trainer: Trainer, groups: Sequence[Group]) -> list[UpdateResult]:
     return runner.run(trainer.train_batch(groups))
 
 

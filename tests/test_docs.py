@@ -408,7 +408,7 @@ def test_settings_on_the_page_for_users_of_skyrl_are_those_of_the_recipes() -> N
                 key
             )
             compared += 1
-    assert compared == 3 * 15
+    assert compared == 3 * 16
 
 
 def test_the_environments_on_the_page_for_users_of_skyrl_do_the_same() -> None:

@@ -596,7 +596,18 @@ def test_filters_of_sampling_are_those_of_training_and_refuse_what_compares_with
         (0, 1.0)
     }
     with pytest.raises(ConfigError, match="refer to a truncated distribution"):
-        check_settings(tiny("rollout.min_p=0.1", "algorithm.correction.token_tis=2.0", "engine.kind=vllm"))
+        check_settings(
+            tiny("rollout.min_p=0.1", "algorithm.correction.token_tis=2.0", f"engine.kind={__name__}:nobody")
+        )
+
+
+@pytest.mark.parametrize("setting", ["min_p=0.1", "top_p=0.9", "top_k=257"])
+def test_vllm_filters_with_a_top_k_that_shows_what_was_left(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.top_k is \d+, and with a filter .* only for a top_k of 1 to 256"):
+        check_settings(tiny("engine.kind=vllm", f"rollout.{setting}"))
+    shown = setting.replace("257", "256"), "top_k=256"
+    loss = "algorithm.policy_loss=importance_sampling", "algorithm.correction.token_mask=[0.5, 2]"
+    check_settings(tiny("engine.kind=vllm", *(f"rollout.{each}" for each in shown), *loss))
 
 
 @pytest.mark.parametrize("lock_step", [True, False])

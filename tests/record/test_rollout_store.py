@@ -75,7 +75,14 @@ def steps(draw: st.DrawFn) -> Step:
         waited=draw(st.none() | st.floats(0, 1e9)),
         withheld=draw(st.integers(0, 3)),
         probabilities=_probabilities(draw(st.sampled_from([size, 0])), draw),
+        support=draw(
+            st.sampled_from([None, Support.of([draw(_kept(token)) for token in completion])] if size else [None])
+        ),
     )
+
+
+def _kept(token: int) -> st.SearchStrategy[list[int] | None]:
+    return st.none() | st.sets(st.integers(0, 2**31 - 1), max_size=4).map(lambda others: sorted({token, *others}))
 
 
 def _probabilities(tokens: int, draw: st.DrawFn) -> Probabilities | None:

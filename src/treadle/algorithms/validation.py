@@ -137,7 +137,7 @@ def _dynamic_sampling(config: AlgorithmConfig, advantage: Advantage) -> Iterator
 def _filtered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
     reason = (
         "with top_k, top_p or min_p this engine's log-probabilities refer to a truncated distribution, of which it "
-        "does not report the tokens (engine.kind=torch does)"
+        "does not report the tokens (engine.kind=torch and vllm do)"
     )
     if loss.anchor == "rollout":
         yield f"policy_loss {config.policy_loss!r} compares with them, but {reason}; choose ppo_clip or drop the filter"

@@ -128,6 +128,7 @@ class Run:
             config.algorithm.recorded_probabilities,
             log,
             config.device,
+            config.rollout.top_k,
         )
         engine, weight_sync = await self.runtime.open_engine(spec)
         try:

@@ -98,7 +98,8 @@ class EngineSpec:
     weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
     one, which is kept. routing: whether to report chosen experts. pinned: sessions keep the version of their first
     call, at most this many behind the newest. probabilities: how many of the sampler's to report at each token. log:
-    receives lines for the run's output. device: device of Treadle's own engine.
+    receives lines for the run's output. device: device of Treadle's own engine. top_k: training's, of which vLLM must
+    report the kept tokens.
     """
 
     config: EngineConfig
@@ -111,6 +112,7 @@ class EngineSpec:
     probabilities: int | None = None
     log: Callable[[str], None] = lambda line: None
     device: str = "cpu"
+    top_k: int = 0
 
     def log_directory(self) -> Path:
         return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
@@ -211,7 +213,7 @@ async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engin
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
-    connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
+    connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, top_k=spec.top_k, notify=spec.log)
     running = bool(config.vllm.urls)
     if running and not model.publishes_adapters:
         return await connected(config, serve=None)

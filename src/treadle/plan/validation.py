@@ -12,7 +12,7 @@ from treadle.core.config_diff import Change
 from treadle.core.errors import ConfigError
 from treadle.core.registry import check_name, how_to_install
 from treadle.engines.config import EngineConfig, VLLMConfig
-from treadle.engines.vllm.launch import check_reports_experts, find_python
+from treadle.engines.vllm.launch import LARGEST_TOP_K, check_reports_experts, find_python
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.plan.config import RunConfig
 from treadle.plan.other_models import check_models, check_url
@@ -67,8 +67,14 @@ def check_settings(config: RunConfig) -> None:
                 "of them to another"
             )
     check_name("placements", config.placement.kind, "placement.kind")
-    unknown = config.rollout.filters and config.engine.kind != "torch"  # the embedded engine reports supports
-    check_algorithm(config.algorithm, config.training, unknown)
+    filters, top_k = config.rollout.filters, config.rollout.top_k
+    if config.engine.kind == "vllm" and filters and not 0 < top_k <= LARGEST_TOP_K:
+        raise ConfigError(
+            f"rollout.top_k is {top_k}, and with a filter vLLM reports which tokens were left only for a top_k of 1 to "
+            f"{LARGEST_TOP_K}; set rollout.top_k=20 beside top_p or min_p, leave the filters out, or use "
+            "engine.kind=torch"
+        )
+    check_algorithm(config.algorithm, config.training, filters and config.engine.kind not in ("torch", "vllm"))
     check_centered(config)
     section = config.algorithm.distillation
     if section is not None and section.context is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.outcomes import rejection, was_played
-from treadle.core.support import Probabilities, Support
+from treadle.core.support import Probabilities
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Step
 from treadle.packing.breaks import Relation, relations
@@ -37,7 +37,8 @@ def describe(step: Step) -> dict[str, Any]:
     own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in others}
     return {
         **own,
-        **support_columns(step.support),
+        "support_sizes": None if step.support is None else step.support.counts,
+        "support_ids": None if step.support is None else step.support.ids,
         **probability_columns(step.probabilities),
         **asdict(step.sampling),
         "components": dict(step.given.components),
@@ -45,12 +46,6 @@ def describe(step: Step) -> dict[str, Any]:
         "calls": [asdict(call) for call in step.calls],
         "chat": None if step.chat is None else asdict(step.chat),
     }
-
-
-def support_columns(support: Support | None) -> dict[str, Any]:
-    if support is None:
-        return {"support_sizes": None, "support_ids": None}
-    return {"support_sizes": support.counts, "support_ids": support.ids}
 
 
 def probability_columns(probabilities: Probabilities | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason
 from treadle.packing.compactions import RecordedCall
 from treadle.packing.flat import PackedCall
-from treadle.record.describe import describe, probability_columns, support_columns
+from treadle.record.describe import describe, probability_columns
 from treadle.record.ledger_reader import LEDGER, OPEN_SHARD, LedgerReader, trace_file
 
 _BATCH = 512  # steps read at a time
@@ -61,7 +61,7 @@ STEP_SCHEMA = pa.schema(
         "routing": pa.binary(),  # int16, little-endian: reading a list would make a Python object per number
         "routing_shape": pa.list_(pa.int32()),
         "support_sizes": pa.list_(pa.int32()),  # `Support`; null: every id could be sampled
-        "support_ids": pa.list_(pa.int32()),
+        "support_gaps": pa.list_(pa.int32()),  # each id less the one before it of its token
         "probability_sizes": pa.list_(pa.int32()),  # `Probabilities`; null: not recorded
         "probability_ids": pa.list_(pa.int32()),
         "probabilities": pa.list_(pa.float32()),
@@ -74,7 +74,7 @@ STEP_SCHEMA = pa.schema(
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
-_SUPPORT = ("support_sizes", "support_ids")
+_SUPPORT = ("support_sizes", "support_gaps")
 _PROBABILITIES = ("probability_sizes", "probability_ids", "probabilities")
 _ROUTING = ("routing", "routing_shape")
 _OF_COMPLETION = ("completion_ids", "logprobs", "policy_versions", "stop_reason", *_ROUTING, *_SUPPORT, *_PROBABILITIES)
@@ -108,7 +108,9 @@ def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
 
 def _as_parquet(table: pa.Table) -> pa.Buffer:
     sink, strings = pa.BufferOutputStream(), [f.name for f in table.schema if pa.types.is_string(f.type)]
-    pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
+    # Dictionaries are larger for token ids. Most gaps are small: their high bytes, apart, take nothing.
+    apart = {"support_gaps.list.element": "BYTE_STREAM_SPLIT"} if "support_gaps" in table.column_names else None
+    pq.write_table(table, sink, compression="zstd", use_dictionary=strings, column_encoding=apart)
     return sink.getvalue()
 
 
@@ -125,7 +127,7 @@ def packed_completion(completion: Completion) -> bytes:
         "policy_versions": completion.versions_per_token(),
         "stop_reason": completion.stop_reason,
         **_routing_columns(completion.routing),
-        **support_columns(completion.support),
+        **_support_columns(completion.support),
         **probability_columns(completion.probabilities),
     }
     return _packed(row, _COMPLETION)
@@ -232,6 +234,7 @@ def step_row(step: Step) -> dict[str, Any]:
     facts = describe(step)
     return facts | {
         **_routing_columns(step.routing),
+        **_support_columns(step.support),
         "components": list(facts["components"].items()),
         "calls": [json.dumps(call) for call in facts["calls"]],
         "chat": facts["chat"] and json.dumps(facts["chat"]),
@@ -276,9 +279,23 @@ def _routing(row: Mapping[str, Any]) -> Routing | None:
     return np.frombuffer(recorded, "<i2").reshape(row["routing_shape"]).astype(np.int16)
 
 
+def _support_columns(support: Support | None) -> dict[str, Any]:
+    if support is None:
+        return dict.fromkeys(_SUPPORT)
+    ids, sizes = support.ids, support.counts[support.counts > 0]
+    gaps, first = np.diff(ids, prepend=0), np.cumsum(sizes) - sizes
+    gaps[first] = ids[first]
+    return {"support_sizes": support.counts, "support_gaps": gaps}
+
+
 def _support(row: Mapping[str, Any]) -> Support | None:
-    sizes, ids = (row.get(name) for name in _SUPPORT)
-    return None if sizes is None or ids is None or not len(sizes) else Support(sizes, ids)
+    counts, gaps = (row.get(name) for name in _SUPPORT)
+    if counts is None or gaps is None or not len(counts):
+        return None
+    counts = np.asarray(counts, np.int32)
+    sizes, total = counts[counts > 0], np.cumsum(gaps, dtype=np.int64)
+    first = np.cumsum(sizes) - sizes
+    return Support(counts, (total - np.repeat(total[first] - gaps[first], sizes)).astype(np.int32))
 
 
 def _probabilities(row: Mapping[str, Any]) -> Probabilities | None:

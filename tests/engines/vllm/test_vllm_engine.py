@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.engines.vllm.conftest import END, NAMES, TOKENIZER, Connect, Servers, engine_core, metric, sized
@@ -53,10 +52,9 @@ def filtered(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return scaled.masked_fill(~keep, -torch.inf).log_softmax(-1)
 
 
-def expected(model: PreTrainedModel, answer: Completion, sampling: SamplingParams) -> NDArray[np.float32]:
-    scaled = logits(model, PROMPT, answer.token_ids) / sampling.temperature
-    chosen = torch.from_numpy(answer.token_ids.astype(np.int64))[:, None]
-    return filtered(scaled, sampling).gather(1, chosen)[:, 0].float().numpy()
+def expected(model: PreTrainedModel, answer: Completion, sampling: SamplingParams) -> torch.Tensor:
+    """[C, V] log-probabilities."""
+    return filtered(logits(model, PROMPT, answer.token_ids) / sampling.temperature, sampling)
 
 
 async def sampled(engine: VLLMEngine, sampling: SamplingParams, session: str, prompt: Ids = PROMPT) -> Completion:
@@ -122,7 +120,10 @@ async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
         ids = np.concatenate([PROMPT, answers[0].token_ids])
         scored, tempered = await engine.score(ids), await engine.score(ids, temperature=0.7)
     for sampling, answer in zip(wanted, answers, strict=True):
-        np.testing.assert_allclose(answer.logprobs, expected(model, answer, sampling), atol=1e-4)
+        wanted_logprobs = expected(model, answer, sampling).numpy()
+        np.testing.assert_allclose(answer.logprobs, wanted_logprobs[np.arange(24), answer.token_ids], atol=1e-4)
+        kept = None if answer.support is None else answer.support.possible(len(wanted_logprobs[0])).tolist()
+        assert kept == (np.isfinite(wanted_logprobs).tolist() if sampling.top_k else None)
         assert (len(answer.token_ids), answer.stop_reason) == (24, StopReason.LENGTH)
         assert answer.versions_per_token().tolist() == [0] * 24
     for scores, temperature in ((scored, 1.0), (tempered, 0.7)):

@@ -29,11 +29,19 @@ def overrides(**engine: Any) -> list[str]:
     return [*sizes, "engine.kind=vllm", "orchestration.updates=2", *settings]
 
 
-def test_a_run_trains_what_a_server_samples(servers: Servers, tmp_path: Path) -> None:
+FILTERS = "rollout.top_k=20", "rollout.top_p=0.9", "algorithm.policy_loss=importance_sampling"
+
+
+@pytest.mark.parametrize("filters", [(), FILTERS], ids=["plain", "filtered"])
+def test_a_run_trains_what_a_server_samples(servers: Servers, tmp_path: Path, filters: tuple[str, ...]) -> None:
     asyncio.run(started(servers["tied"].process))
-    settings = overrides(servers=[servers["tied"].url])
+    settings = [*overrides(servers=[servers["tied"].url]), *filters]
     start(tmp_path / "run", *settings)
     check_finished(tmp_path / "run")  # what was sampled has the learner's log-probabilities to 1e-4
+    assert all(
+        row["logprob_gap_max"] < 1e-3 and row["ratio_max"] - row["ratio_min"] < 1e-3
+        for row in updates(tmp_path / "run")
+    )
     versions = query(tmp_path / "run", "SELECT DISTINCT oldest_version FROM trajectories ORDER BY 1")
     assert [row["oldest_version"] for row in versions] == [0, 1, 2]
     config = tiny(*settings)

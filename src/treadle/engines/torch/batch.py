@@ -320,7 +320,7 @@ class Batch:
         self._drawn += 1
         logits = self._constrained(rows, predicted.logits.to(self._model.samples_on))
         ids, logprobs, among = sample(logits, how, draws)
-        supports = _supports(among.isfinite(), ids) if how.filters else [None] * len(rows)
+        supports = _supports(among > -torch.inf, ids) if how.filters else [None] * len(rows)
         most = self._options.probabilities
         likely = None if most is None else most_probable(among, most)
         routing = None if predicted.routing is None else predicted.routing.cpu().numpy()
@@ -368,11 +368,9 @@ class Batch:
 
 def _supports(kept: Tensor, sampled: Tensor) -> list[Ids | None]:
     """Return the kept ids of each row, None for all. kept bool[B, V]; sampled int64[B]: belong to them."""
-    kept = kept.scatter(1, sampled[:, None], True)
-    sizes = kept.sum(1)
-    ids = kept.nonzero()[:, 1].int().cpu().numpy()
-    parts = np.split(ids, sizes.cumsum(0)[:-1].cpu().numpy())
-    return [None if len(part) == kept.shape[1] else part for part in parts]
+    rows = kept.scatter(1, sampled[:, None], True).cpu().numpy()
+    each = [np.flatnonzero(row).astype(np.int32) for row in rows]
+    return [None if len(ids) == rows.shape[1] else ids for ids in each]
 
 
 def most_probable(logprobs: Tensor, count: int) -> list[tuple[Ids, Floats]]:

@@ -17,7 +17,7 @@ from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.adapters import AdapterPublication, Exported
-from treadle.engines.vllm.launch import VERSION, find_python, installed_vllm, on_gpu, tail
+from treadle.engines.vllm.launch import VERSION, alternatives, find_python, installed_vllm, on_gpu, tail
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import (
     COLDEST,
@@ -221,13 +221,15 @@ async def open_engine(
     probe: Probe | None = None,
     adapters: Exported | None = None,
     pinned: int | None = None,
+    top_k: int = 0,
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication | AdapterPublication]:
     """Return an engine with healthy servers, at version 0, and the publication of the source's weights to them.
 
     serve: starts the server of a number, also again when it is lost; None: servers already run.
-    adapters: one of the source, if it publishes any; pinned: see `AdapterPublication`.
+    adapters: one of the source, if it publishes any; pinned: see `AdapterPublication`. top_k: training's, of which
+    servers must report the kept tokens.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
     take weights; ConfigError without vLLM.
@@ -247,7 +249,7 @@ async def open_engine(
             server = Server(process.url, process)
         try:
             await wait_for(server, START_TIMEOUT)
-            await _connect(server, source.model.expert_layers)
+            await _connect(server, source.model.expert_layers, top_k)
             if serve is None and adapters is not None:
                 await adapters.check(server)
             elif serve is None and await server.loads_adapters():
@@ -335,10 +337,10 @@ async def wait_for(server: Server, timeout: float) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
+async def _connect(server: Server, expert_layers: Sequence[int] | None, top_k: int) -> None:
     """Read the context's length; check that weights are complete, and which distribution log-probabilities refer to.
 
-    expert_layers: layers with experts to report, if any.
+    expert_layers: layers with experts to report, if any. top_k: see `open_engine`.
     """
     if (await server.get("/weight_info"))["weight_version"] == LOADING:
         raise EngineError(f"{server} is half loaded: a publication to it was interrupted; restart it")
@@ -355,3 +357,10 @@ async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
         raise EngineError(f"{server} reports raw log-probabilities; start it with --logprobs-mode processed_logprobs")
     if expert_layers is not None:
         decode_routing(server, choice, expert_layers)
+    if listed := alternatives(top_k):
+        try:
+            await server.post(
+                "/inference/v1/generate", {"token_ids": [0, 0], "sampling_params": {**certain, "logprobs": listed}}
+            )
+        except EngineError as error:
+            raise EngineError(f"{error}; rollout.top_k={top_k} needs --max-logprobs {listed}") from error

@@ -22,6 +22,8 @@ WORKER = Path(__file__).parent / "worker"
 VENV = "TREADLE_VLLM_VENV"
 VERSION = "0.32.0"
 """The tested version of vLLM."""
+LARGEST_TOP_K = 256
+"""The largest top-k with which completions report the kept tokens."""
 _DESCRIBE = """
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -81,6 +83,14 @@ def check_reports_experts(python: str) -> None:
         )
 
 
+def alternatives(top_k: int) -> int:
+    """Return how many log-probabilities to request with a top-k, so that they show all that was kept; 0: none would.
+
+    More than k, as vLLM keeps ties with the last one on a CPU, where logits in bfloat16 often are equal.
+    """
+    return top_k + top_k // 4 + 8 if 0 < top_k <= LARGEST_TOP_K else 0
+
+
 def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:
     """Return the command that starts one server. `engine.options.args` overrides everything else."""
     has_towers, has_states = _look_at(model)
@@ -96,6 +106,7 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
         "generation-config": "vllm",
         # Under the actual sampling distribution.
         "logprobs-mode": "processed_logprobs",
+        "max-logprobs": alternatives(LARGEST_TOP_K),
         # The library of `rendering.grammars`, so that both have the same masks.
         "structured-outputs-config.backend": "guidance",
         "enable-scale-out": True,  # token ids in, token ids out

@@ -17,9 +17,10 @@ import numpy as np
 
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.support import Support
 from treadle.core.text import keys_in, redacted
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
-from treadle.engines.vllm.launch import VERSION
+from treadle.engines.vllm.launch import VERSION, alternatives
 
 COLDEST = 0.01
 """The lowest temperature above 0 at which vLLM samples."""
@@ -27,6 +28,7 @@ _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
 _CONNECT = 10.0  # seconds to open a connection
 _TELLING = 30.0  # seconds for an answer of the process that makes rollout workers' calls
 _EXCERPT = 500  # characters of a response shown in an error
+_REMOVED = -9999.0  # what vLLM reports for -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,10 +369,12 @@ async def sample(
     """Sample one completion from admitted weights. Cancelling aborts it on the server.
 
     expert_layers: hidden layers with experts to report; None: no routing. adapter: adapter that samples all tokens.
-    Raises EngineError for a refused request, weights that were not admitted, or missing experts; ServerLost.
+    Raises EngineError for a refused request, weights that were not admitted, missing experts, or more kept tokens than
+    are reported; ServerLost.
     """
     # A completion that begins now uses the new weights.
     await admission.settled()
+    listed = 0 if sampling.temperature == 0 else alternatives(sampling.top_k)
     params: dict[str, Any] = {  # sets every parameter with a possible default on the server
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -379,7 +383,7 @@ async def sample(
         "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
         "seed": sampling.seed,
-        "logprobs": 0,  # only for the sampled token
+        "logprobs": listed,  # beside the sampled token
         # Ignores the server's; stop_token_ids has ours.
         "ignore_eos": True,
         "stop_token_ids": list(stop_token_ids),
@@ -409,7 +413,26 @@ async def sample(
         else (VersionSpan(adapter.version, 0, tokens),) * bool(tokens),
         routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
         pinned=adapter is not None and adapter.pinned,
+        support=decode_support(server, choice) if listed else None,
     )
+
+
+def decode_support(server: Server, choice: Mapping[str, Any]) -> Support:
+    """Return the ids that filters kept for each sampled token: the most probable ones, as far as they have any.
+
+    Raises EngineError if no listed one was removed, so that more may have been kept.
+    """
+    kept: list[list[int]] = []
+    for entry in choice["logprobs"]["content"]:
+        listed = entry["top_logprobs"]
+        each = [other["token_id"] for other in listed if other["logprob"] > _REMOVED]
+        if len(each) == len(listed):
+            raise EngineError(
+                f"{server} kept {len(each)} tokens or more, too many being as probable as the last one of top_k; set "
+                "engine.dtype=float32, or another rollout.top_k"
+            )
+        kept.append(sorted({entry["token_id"], *each}))
+    return Support.of(kept)
 
 
 def _model(adapter: Adapter | None) -> dict[str, str]:
