@@ -22,6 +22,7 @@ TOP_DOWN = (
         "testing",
         "placement",
         "api",
+        "tinker",
         "plan",
         "loop",
         "report",
