@@ -190,6 +190,8 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "loop/test_loop.py::test_centered_scores_are_of_what_was_recorded"),
     ("engines/torch/batch.py", "logprobs.topk(count).values[:, -1:]", "logprobs.topk(count + 1).values[:, -1:]",
      "engines/test_torch_engine.py::test_probabilities_are_those_it_samples_by"),
+    ("engines/vllm/server.py", "if len(each) == len(listed)", "if not listed", "engines/vllm/test_vllm_filters.py"),
+    ("record/rollout_store.py", "gaps[first] = ids[first]", "pass", "record/test_rollout_store.py"),
     ("rollout/session.py", "support=completion.support", "support=None",
      "loop/test_loop.py::test_with_filters_ratios_compare_one_distribution"),
     ("training/optimizer.py", "(update + 1) / config.warmup", "update / config.warmup",

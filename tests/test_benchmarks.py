@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check, packing
+from benchmarks import filters, gpu_check, packing
 from benchmarks.simulation import StalenessSettings, World, figures, lognormal, simulate
+from tests.runs import start
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +27,13 @@ def test_a_benchmark_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
     assert tables[0]["title"] == name in capsys.readouterr().out
     assert all(list(row) == list(table["rows"][0]) for table in tables for row in table["rows"])
+
+
+@pytest.mark.slow
+def test_recorded_supports_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "run", "rollout.top_p=0.9", "orchestration.updates=1")
+    filters.main([str(tmp_path / "run"), "--repeats", "1"])
+    assert "bytes a token" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -127,5 +127,6 @@ def test_skyrl_sql_fits_its_data(folder: Path) -> None:
     done = treadle("train", "skyrl-sql", "--dry-run", f"model={json.dumps(small)}", "engine={}")
     assert done.status == 0, done.out
     assert "Which cities of synsql?" in done.out
+    check_settings(load_recipe("skyrl-sql"))  # with vLLM, whose filters need a top_k
     missing = treadle("train", "skyrl-sql", "--dry-run", "data.train.options.file=nowhere.parquet", "engine={}")
     assert missing.status == 1 and "nowhere.parquet" in missing.out
