@@ -31,6 +31,7 @@ BUDGETS = [("step", 8192), ("chain", 60), ("tree within group", 8192), ("tree wi
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "clip": AlgorithmConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k2")),
     "cispo, masked": AlgorithmConfig(policy_loss="cispo", correction=CorrectionConfig(token_mask=(0.05, 20.0))),
+    "clip, weighed": AlgorithmConfig(correction=CorrectionConfig(token_tis=1.5)),
     "gspo, masked": AlgorithmConfig(
         policy_loss="gspo",
         policy_loss_options={"eps_low": 0.9, "eps_high": 9.0},
@@ -49,8 +50,11 @@ def groups_of(mode: str, count: int = 2) -> list[Group]:
 def by_hand(
     model: Any, groups: Sequence[Group], algorithm: AlgorithmConfig, old: Any, reference: Any
 ) -> dict[str, Any]:
-    """The uncentered gradient, less each token's slope of the policy loss times the expected score, densely."""
-    batch = flatten(groups)
+    """The uncentered gradient, less each token's slope of the policy loss times the expected score, densely.
+
+    A truncated ratio weighs the slope of the token as it weighs each alternative in the expectation.
+    """
+    batch, cap = flatten(groups), algorithm.correction.token_tis
     logp, entropy, expected = [], [], []
     for step in batch.steps:
         ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
@@ -65,8 +69,10 @@ def by_hand(
             q = step.probabilities[token : token + 1]
             named, values = q.of.ids.tolist(), torch.from_numpy(q.values.copy()).to(p)
             others = [v for v in possible(step, token).tolist() if v not in named]
-            rest = (1 - values.sum()) * p[others].sum().log() if others else 0.0
-            expected.append((values * p[named].log()).sum() + rest)
+            weights = [*values, 1 - values.sum()]
+            outcomes = [*p[named], *([p[others].sum()] if others else [])]
+            weighed = [q if cap is None else min(p.detach(), cap * q) for q, p in zip(weights, outcomes, strict=False)]
+            expected.append(sum(w * p.log() for w, p in zip(weighed, outcomes, strict=True) if w > 0))
     scores = TokenScores(np.arange(len(batch)), torch.stack(logp), torch.stack(entropy))
 
     def slopes(config: AlgorithmConfig) -> Any:
@@ -74,7 +80,11 @@ def by_hand(
         objective = learner.objective(batch, advantage_of(batch, config), old, reference if config.kl else None)
         return objective.gradient(scores.detached())
 
-    whole, policy = slopes(algorithm), slopes(algorithm.model_copy(update={"kl": None, "entropy_coef": 0.0}))
+    unweighed: dict[str, Any] = {} if cap is None else {"correction": CorrectionConfig()}
+    whole, policy = (
+        slopes(algorithm),
+        slopes(algorithm.model_copy(update={"kl": None, "entropy_coef": 0.0, **unweighed})),
+    )
     surrogate = (whole.logp * scores.logp).sum() - (policy.logp * torch.stack(expected)).sum()
     if whole.entropy is not None:
         surrogate = surrogate + (whole.entropy * scores.entropy).sum()
@@ -142,17 +152,24 @@ def test_on_policy_nothing_changes() -> None:
         assert distance(gradient(mode, with_probabilities(groups, count)), wanted) > 1e-2 * norm(wanted)
 
 
+@pytest.mark.parametrize("cap", [None, 1.1, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equal_advantages_have_no_gradient_in_expectation(temperature: float) -> None:
-    """Over all tokens that a sampler other than the policy may draw: without centering, the policy drifts from it."""
+def test_equal_advantages_have_no_gradient_in_expectation(temperature: float, cap: float | None) -> None:
+    """Over all tokens that a sampler other than the policy may draw: without centering, the policy drifts from it.
+
+    Also where a truncated ratio corrects for the sampler.
+    """
     random = np.random.default_rng(0)
     q = random.dirichlet(np.full(VOCABULARY, 0.5)).astype(np.float32)
     recorded_q = Probabilities.of_tokens([(np.arange(VOCABULARY, dtype=np.int32), q)])
-    steps = [replace(make_step([1, 2, 3], [y], temperature), probabilities=recorded_q) for y in range(VOCABULARY)]
+    steps = [
+        replace(make_step([1, 2, 3], [y], temperature), logprobs=np.log(q[[y]]), probabilities=recorded_q)
+        for y in range(VOCABULARY)
+    ]
     batch = flatten([make_group([([step], 0.0) for step in steps])])
-    found = {}
+    found, tis = {}, CorrectionConfig(token_tis=cap)
     for mode in ("off", "vocabulary"):
-        learner = make_learner(exact(), AlgorithmConfig(policy_loss="reinforce", centered_scores=mode))
+        learner = make_learner(exact(), AlgorithmConfig(policy_loss="reinforce", centered_scores=mode, correction=tis))
         learner.accumulate(batch, q.astype(np.float64))  # each token weighs as often as it is sampled
         found[mode] = norm(gradients(learner.model))
     assert found["vocabulary"] <= 1e-6 * found["off"]
@@ -166,7 +183,7 @@ def test_equal_advantages_have_no_gradient_in_expectation(temperature: float) ->
             "policy_loss 'importance_sampling' weighs by the ratio to the sampler",
         ),
         ({"policy_loss": "dppo"}, "policy_loss 'dppo' weighs"),
-        ({"correction": CorrectionConfig(token_tis=2.0)}, "correction weighs by the ratio to the sampler and would"),
+        ({"correction": CorrectionConfig(sequence_tis=2.0)}, "correction.sequence_tis weighs by tokens that no"),
     ],
 )
 def test_what_weighs_by_the_ratio_to_the_sampler_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -71,11 +71,16 @@ def _centered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
     if config.centered_scores == "off":
         return
     weighs = f"centered_scores is {config.centered_scores!r}, but"
-    instead = "would subtract the same drift twice; set centered_scores=off"
     if loss.anchor == "rollout":
-        yield f"{weighs} policy_loss {config.policy_loss!r} weighs by the ratio to the sampler and {instead}"
-    if config.correction.weighs:
-        yield f"{weighs} correction weighs by the ratio to the sampler and {instead}, or use only masks"
+        yield (
+            f"{weighs} policy_loss {config.policy_loss!r} weighs by the ratio to the sampler, which leaves no drift to "
+            "subtract; set centered_scores=off"
+        )
+    if config.correction.sequence_tis is not None:
+        yield (
+            f"{weighs} correction.sequence_tis weighs by tokens that no alternative was sampled with; use token_tis or "
+            "masks, or set centered_scores=off"
+        )
 
 
 def _kl(config: AlgorithmConfig) -> Iterator[str]:

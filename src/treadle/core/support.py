@@ -149,11 +149,13 @@ class Probabilities:
     """The sampler's probabilities of its most probable ids at each of C tokens, after temperature and filters.
 
     of: the ids; a count of 0: not recorded. values float32[ids]. What is missing from a sum of 1 belongs to all other
-    ids. Raises DataError for values that are not probabilities.
+    ids. cap: of the ratio that weighs each token (`algorithm.correction.token_tis`); None: nothing weighs.
+    Raises DataError for values that are not probabilities.
     """
 
     of: Support
     values: NDArray[np.float32]
+    cap: float | None = None
 
     def __post_init__(self) -> None:
         values = np.array(self.values, np.float32)  # a private copy
@@ -186,4 +188,4 @@ class Probabilities:
 
     def take(self, tokens: NDArray[np.int64]) -> Probabilities:
         """Return those of some tokens, in their order."""
-        return Probabilities(self.of.take(tokens), self.values[self.of.places(tokens)])
+        return Probabilities(self.of.take(tokens), self.values[self.of.places(tokens)], self.cap)

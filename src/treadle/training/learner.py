@@ -35,7 +35,7 @@ from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import by_role
 from treadle.core.processes import release_freed_memory
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group, Ids
 from treadle.models.weights import adapter_weights
@@ -154,6 +154,11 @@ class Learner:
         section = self.algorithm.distillation
         distills = section is not None and section.form == "advantage"
         return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises() or distills
+
+    def _sampler(self, batch: FlatBatch) -> Probabilities | None:
+        if not self._centers or batch.probabilities is None:
+            return None
+        return replace(batch.probabilities, cap=self.algorithm.correction.token_tis)
 
     @property
     def _centers(self) -> bool:
@@ -362,7 +367,7 @@ class Learner:
                 slot.passes,
                 objective.top_ids,
                 batch.support,
-                batch.probabilities if self._centers else None,
+                self._sampler(batch),
             )
             for slot in laid_out
         ]

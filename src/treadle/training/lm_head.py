@@ -240,20 +240,31 @@ def _expected(
 ) -> Tensor:
     """Return the sampler's expectation [P] of log-probabilities [P, K], with all ids that it did not record as one.
 
-    possible [P]: number of ids with a log-probability. columns: of each recorded one. Nothing recorded: 0.
+    If a truncated ratio weighs each token (`Probabilities.cap`), it weighs here, too, without a gradient:
+    q min(p / q, cap) = min(p, cap q). possible [P]: number of ids with a log-probability. columns: of each recorded
+    one. Nothing recorded: 0.
     """
+    if len(columns) == distribution.numel():  # all ids of all pairs
+        q = torch.tensor(sampler.values).to(distribution).view_as(distribution)
+        return (_weighed(q, distribution, sampler.cap) * distribution).sum(-1)
     counts, device = sampler.of.counts, distribution.device
     at = np.arange(max(1, counts.max(initial=0))) < counts[:, None]
     weights, ids = np.zeros(at.shape, np.float32), np.zeros(at.shape, np.int64)
     weights[at], ids[at] = sampler.values, columns
     ids = np.where(at, ids, ids[:, :1])
     weight, column = torch.from_numpy(weights).to(distribution), torch.from_numpy(ids).to(device)
-    expected = (weight * torch.where(weight > 0, distribution.gather(1, column), 0.0)).sum(-1)
+    found = torch.where(weight > 0, distribution.gather(1, column), 0.0)
+    expected = (_weighed(weight, found, sampler.cap) * found).sum(-1)
     partly = torch.from_numpy(np.flatnonzero((counts > 0) & (counts < possible))).to(device)
     if not len(partly):
         return expected
     rest = distribution[partly].scatter(1, column[partly], -torch.inf).logsumexp(-1)
-    return expected.index_add(0, partly, (1 - weight[partly].sum(-1)).clamp(min=0) * rest)
+    missing = (1 - weight[partly].sum(-1)).clamp(min=0)
+    return expected.index_add(0, partly, _weighed(missing, rest, sampler.cap) * rest)
+
+
+def _weighed(q: Tensor, logp: Tensor, cap: float | None) -> Tensor:
+    return q if cap is None else torch.minimum(logp.detach().exp(), cap * q)
 
 
 def _entropy(distribution: Tensor, with_gradient: bool, holes: bool) -> Tensor:

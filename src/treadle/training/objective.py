@@ -153,12 +153,15 @@ class Objective:
     def loss(self, scores: TokenScores) -> Tensor:
         """Return the loss of these tokens, a scalar. scores: of all N if the objective couples tokens."""
         index, tokens = self._tokens(scores)
-        centered = scores.logp if scores.expected is None else scores.logp - scores.expected
-        each = self._policy_losses(centered, tokens)
+        each = self._policy_losses(scores.logp, tokens)
         weight = self.weight[index]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
             weight, each = correction.weight, correction.factor * each
+        if scores.expected is not None:
+            # Its gradient alone, and not by the factor, which the expectation has inside.
+            drift = self._policy_losses(scores.logp.detach() - scores.expected, tokens)
+            each = each + (drift - drift.detach())
         if self.kl_coef:
             each = each + self.kl_coef * self._kl(scores.logp, tokens)
         distillation = self.config.distillation
