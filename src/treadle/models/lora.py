@@ -13,8 +13,10 @@ import hashlib
 import inspect
 import json
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,19 +56,32 @@ def adapt(
                 parameter.data = parameter.data.bfloat16()
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Give the model's linear layers adapters, the only trained weights from then on; its outputs do not change."""
-    with torch.random.fork_rng([]):
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, head: bool = False) -> None:
+    """Give the model's linear layers adapters, the only trained weights from then on; its outputs do not change.
+
+    head: whether the head has one, too, also if it shares its weights with the embedding, which does not change.
+    """
+    with torch.random.fork_rng([]), _tied():
         torch.manual_seed(seed)
-        _inject(model, _peft_config(model, config))
+        _inject(model, _peft_config(model, config, head))
 
 
-def _peft_config(model: PreTrainedModel, config: LoraConfig) -> peft.LoraConfig:
+@contextmanager
+def _tied() -> Iterator[None]:
+    """Silence peft's warning about an adapter of a head that shares its weights, which concerns merging."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+        yield
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig, head: bool = False) -> peft.LoraConfig:
+    embedding = model.get_output_embeddings()
+    heads = [name.rpartition(".")[2] for name, module in model.named_modules() if head and module is embedding]
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.scale,
         use_rslora=config.rank_stabilized,
-        target_modules=target_names(model, config.targets),
+        target_modules=target_names(model, config.targets) + heads,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -170,6 +185,17 @@ def load_adapted(directory: Path) -> PreTrainedModel:
     _inject(model, _read_config(settings))
     copy_adapter(model, load_file(directory / ADAPTER_WEIGHTS), str(directory))
     return model
+
+
+def add_recorded(model: PreTrainedModel, checkpoint: Manifest) -> None:
+    """Give a model adapters of the shape of those in a checkpoint. Raises CheckpointError for one of another base."""
+    if ADAPTER_CONFIG not in checkpoint.sha256:
+        raise CheckpointError(f"checkpoint {checkpoint.directory} holds no adapter")
+    settings = json.loads(checkpoint.read(ADAPTER_CONFIG))
+    _require_plain(model, checkpoint.directory, settings)
+    _check_base(_read_base(checkpoint.read(BASE)), checkpoint.directory, Path(str(model.name_or_path)))
+    with _tied():
+        _inject(model, _read_config(settings))
 
 
 def _require_untied(model: PreTrainedModel, layers: Set[str], directory: Path) -> None:

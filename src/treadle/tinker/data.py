@@ -6,8 +6,8 @@ Shapes: T tokens of a datum or prompt, k targets or most probable tokens at each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from treadle.core.errors import DataError
 from treadle.core.types import Floats, Ids
 
-Array = NDArray[np.float32] | NDArray[np.int64]
+Array = NDArray[Any]
+"""Numbers: float32, or int64 for token ids."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,16 +144,6 @@ class Samples:
     prompt_logprobs: Floats | None = None
     prompt_top: TopTokens | None = None
     target_logprobs: Floats | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Version:
-    """Weights to sample by: an adapter's, that never change. number: unique among those of one `Models`."""
-
-    name: str
-    number: int
-    adapter: Adapter
-    weights: Mapping[str, object] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,22 @@ create -> TrainedModel --forward(backward=True)--> gradients --optim_step--> wei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
+from treadle.core.errors import DataError
+from treadle.core.files import Manifest
 from treadle.core.types import Ids
+from treadle.engines.torch.batch import Decode
+from treadle.engines.torch.options import TorchEngineOptions
+from treadle.models.chat import end_tokens, load_tokenizer
+from treadle.models.lora import add_recorded
+from treadle.models.model_files import read_generation_config
+from treadle.models.pretrained import load_pretrained
+from treadle.models.support import context_of
+from treadle.models.weights import saved
 from treadle.tinker.data import (
     AdamParams,
     Adapter,
@@ -22,8 +34,11 @@ from treadle.tinker.data import (
     Sampling,
     Sparse,
     TopTokens,
-    Version,
 )
+from treadle.tinker.learner import TrainedModel, adapted, shared_copy
+from treadle.tinker.sampler import Samplers, Version
+from treadle.training.checkpoint import copy_weights, read_part
+from treadle.training.ranks import OneRank
 
 __all__ = [
     "AdamParams",
@@ -42,76 +57,83 @@ __all__ = [
 ]
 
 
-class TrainedModel:
-    """One created model: an adapter over the shared base, with its optimizer. One call at a time, from any thread."""
-
-    adapter: Adapter
-
-    def forward(self, data: Sequence[Datum], loss: str, options: Mapping[str, float], *, backward: bool) -> Outputs:
-        """Compute a loss, a sum over all tokens; with `backward`, add its gradient to those of earlier calls.
-
-        Raises DataError, without changing gradients, for an unknown loss, data that do not fit it or the model, and a
-        loss that is not finite.
-        """
-        raise NotImplementedError
-
-    def optim_step(self, params: AdamParams) -> Mapping[str, float]:
-        """Make an optimizer step with the accumulated gradient and clear it; return metrics.
-
-        Raises DataError, with the gradient cleared and the weights unchanged, if it is not finite.
-        """
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        """Write weights and optimizer to a new directory, complete or not at all; pending gradients are not saved."""
-        raise NotImplementedError
-
-    def load(self, directory: Path, optimizer: bool) -> None:
-        """Continue from a directory, with its optimizer or a new one. Raises CheckpointError if it does not fit."""
-        raise NotImplementedError
-
-
 class Models:
-    """The base, created models by id, and versions for samplers."""
+    """The base, created models by id, and versions for samplers.
+
+    base: a causal LM, whose tensors all others share. tokenizer: directory of its tokenizer. decode: ids -> text, for
+    stop strings. budget: largest number of tokens of a training pass. kept: how many versions keep an engine while
+    unused; options: of each engine, with the memory for keys and values of all of them.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tokenizer: Path,
+        options: TorchEngineOptions,
+        decode: Decode | None = None,
+        budget: int = 8192,
+        kept: int = 3,
+    ) -> None:
+        self._base = base.requires_grad_(False)
+        self._tokenizer, self._budget = tokenizer, budget
+        self._models: dict[str, TrainedModel] = {}
+        self._samplers = Samplers(options, decode, kept, budget)
+        # An adapter of zeros: the base's own numbers, without another copy of its weights.
+        self._plain = Version("base", adapted(base, Adapter(1), 0))
 
     @classmethod
-    def open(cls, path: Path, *, budget: int = 8192, cache_gib: float = 4.0, engines: int = 4) -> Models:
-        """Load a base with its tokenizer from a directory.
+    def open(cls, path: Path, *, budget: int = 8192, cache_gib: float = 4.0, kept: int = 3) -> Models:
+        """Load a base with its tokenizer from a directory. Raises ConfigError."""
+        tokenizer = load_tokenizer(path)
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        ends = dict.fromkeys([*own, *end_tokens(read_generation_config(path))])
+        options = TorchEngineOptions(tuple(ends), cache_gib=cache_gib)
 
-        budget: largest number of tokens of a training pass. engines: how many versions keep an engine while unused;
-        cache_gib: memory for keys and values of all of them. Raises ConfigError.
-        """
-        raise NotImplementedError
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+        return cls(load_pretrained(path, "MODEL"), path, options, decode, budget, kept)
 
     @property
     def vocabulary(self) -> int:
         """Return the exclusive bound of token ids."""
-        raise NotImplementedError
+        return int(self._base.config.get_text_config().vocab_size)
 
     @property
     def context(self) -> int:
-        """Return the maximum number of tokens of a datum, or of prompt and completion together."""
-        raise NotImplementedError
+        """Return the maximum number of tokens of a datum with its last target, or of prompt and completion."""
+        return context_of(self._base.config)
 
     def create(self, model_id: str, adapter: Adapter, seed: int) -> TrainedModel:
-        """Add a model. seed: of its adapter's initial weights. Raises DataError for an id that is taken."""
-        raise NotImplementedError
+        """Add a model. seed: of its adapter's initial weights. Raises DataError for a wrong adapter, or a taken id."""
+        if model_id in self._models:
+            raise DataError(f"there is a model {model_id!r} already")
+        model = TrainedModel(self._base, adapter, seed, self._budget, self._tokenizer)
+        self._models[model_id] = model
+        return model
 
     def __getitem__(self, model_id: str) -> TrainedModel:
         """Return a created model. Raises KeyError."""
-        raise NotImplementedError
+        return self._models[model_id]
 
     def unload(self, model_id: str) -> None:
-        """Forget a created model. Its versions remain. Raises KeyError."""
-        raise NotImplementedError
+        """Forget a created model; its versions remain. Raises KeyError."""
+        del self._models[model_id]
 
     def publish(self, model_id: str, name: str) -> Version:
-        """Return a model's current weights as a version to sample by."""
-        raise NotImplementedError
+        """Return a model's current weights as a version to sample by. Raises KeyError."""
+        return Version(name, self._models[model_id].copy())
 
     def load_version(self, directory: Path, name: str) -> Version:
-        """Return the weights in a directory that `TrainedModel.save` wrote as a version. Raises CheckpointError."""
-        raise NotImplementedError
+        """Return the weights that `TrainedModel.save` wrote to a directory as a version, of whatever rank.
+
+        Raises CheckpointError for another base, DamageError for damaged files, RemovedError for none.
+        """
+        manifest = Manifest.load(directory)
+        model = shared_copy(self._base)
+        add_recorded(model, manifest)
+        copy_weights(saved(model), read_part(manifest, "adapter_model", OneRank()), str(directory))
+        return Version(name, model)
 
     async def sample(
         self,
@@ -123,10 +145,12 @@ class Models:
     ) -> Samples:
         """Sample completions of a prompt by a version; None: by the base. num_samples 0 only scores the prompt.
 
+        A sample depends on the version, the prompt, the parameters and its number alone, up to rounding.
         Raises EngineError for a prompt that does not fit the model, DataError for parameters out of range.
         """
-        raise NotImplementedError
+        chosen = self._plain if version is None else version
+        return await self._samplers.sample(chosen, prompt, sampling, num_samples, scores or PromptScores())
 
     async def close(self) -> None:
         """Release all engines."""
-        raise NotImplementedError
+        await self._samplers.close()

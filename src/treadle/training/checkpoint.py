@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from treadle.core.errors import CheckpointError
@@ -180,6 +180,14 @@ def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
     return new.manifest_sha256
 
 
+def write_adapter(directory: Path, model: PreTrainedModel, tokenizer: Path, optimizer: dict[str, Tensor]) -> None:
+    """Write a model directory with the tensors of an optimizer, replacing an existing one. Raises CheckpointError."""
+    with _writing(directory) as new:
+        for name, content in model_files(model, tokenizer):
+            new.write(name, content)
+        new.write("optimizer.safetensors", _tensors(optimizer))
+
+
 def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
     ranks = learner.ranks
     with ExitStack() as writing:
@@ -211,7 +219,7 @@ def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
 
 def _parts(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a checkpoint beside the model's, by names of parts."""
-    return {"optimizer": _optimizer_tensors(learner)} | _beside(learner)
+    return {"optimizer": optimizer_tensors(learner.optimizer, learner.trained)} | _beside(learner)
 
 
 def _facts(learner: Learner) -> bytes:
@@ -258,7 +266,7 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
     copy_weights(saved(learner.model), weights, str(where), rest_of(learner.model))
     for name, tensors in _beside(learner).items():
         copy_weights(tensors, beside[name], str(where))
-    _restore_moments(learner, moments)
+    restore_moments(learner.optimizer, learner.trained, moments)
     learner.updates_done = facts.updates_done
     if learner.kl is not None and facts.kl_coef is not None:
         learner.kl = replace(learner.kl, coef=facts.kl_coef)
@@ -345,20 +353,21 @@ def _shape(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(tuple(shape))
 
 
-def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.AdamW, module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module's optimizer, by moment and name of the weight."""
     return {
-        f"{moment}.{name}": learner.optimizer.state[parameter][moment].contiguous()
-        for name, parameter in trained(learner.trained)
-        if parameter in learner.optimizer.state
+        f"{moment}.{name}": optimizer.state[parameter][moment].contiguous()
+        for name, parameter in trained(module)
+        if parameter in optimizer.state
         for moment in _MOMENTS
     }
 
 
-def _restore_moments(learner: Learner, moments: TensorSource) -> None:
+def restore_moments(optimizer: torch.optim.AdamW, module: nn.Module, moments: TensorSource) -> None:
     """Restore AdamW's moments. Parameters that never had a gradient have none; the SHA-256 proves that none is lost."""
-    state, restored = learner.optimizer.state, dict[str, Tensor]()
+    state, restored = optimizer.state, dict[str, Tensor]()
     state.clear()
-    for name, parameter in trained(learner.trained):
+    for name, parameter in trained(module):
         if f"{_MOMENTS[0]}.{name}" in moments.shapes:
             step = torch.zeros(())  # on the CPU, like AdamW's own
             zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter), step)

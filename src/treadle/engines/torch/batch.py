@@ -42,7 +42,8 @@ class EngineCounters:
 @dataclass(slots=True, eq=False)
 class Call:
     """A request for one completion. constraint: what a grammar and forbidden ids leave, if anything is left out, or
-    what is wrong with the grammar. cancelled: set from any thread. made: time of the request, in seconds.
+    what is wrong with the grammar. cancelled: set from any thread. made: time of the request, in seconds. stop: tokens
+    that end it; None: the engine's.
     """
 
     session: int
@@ -52,6 +53,7 @@ class Call:
     constraint: Constraint | DataError | None = None
     cancelled: bool = False
     made: float = field(default_factory=time.perf_counter)
+    stop: frozenset[int] | None = None
 
     @property
     def positions(self) -> int:
@@ -338,7 +340,8 @@ class Batch:
             if routing is not None:
                 row.routing.append(routing[number])
             self.counters.sampled += 1
-            if token in self._stop or (row.stops is not None and row.stops.completes(token)):
+            ends = self._stop if row.call.stop is None else row.call.stop
+            if token in ends or (row.stops is not None and row.stops.completes(token)):
                 self._end(row, StopReason.STOP)
             elif len(row.tokens) == row.call.sampling.max_tokens:
                 self._end(row, StopReason.LENGTH)

@@ -136,10 +136,17 @@ class TorchEngine:
         self._start()
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        stop_token_ids: Collection[int] | None = None,
     ) -> Completion:
         """Sample one completion; cancelling the call frees its row at the next token.
 
+        stop_token_ids: that end this one, instead of the options'.
         A session may make several calls at once; in lock-step it waits as soon as one of them does.
         Raises EngineError for an unknown session, ids outside the vocabulary, a prompt that leaves no room for
         `max_tokens` in the model's context, or a failure of the batch; DataError for a grammar that is wrong, or that
@@ -153,6 +160,8 @@ class TorchEngine:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
         constraint = self._constraint(sampling)
         call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt, constraint)
+        if stop_token_ids is not None:
+            call.stop = frozenset(stop_token_ids)
         request = _Request(session, call, asyncio.get_running_loop().create_future())
         self._waiting[call] = request
         self._start()
