@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from benchmarks.measure import Row, Table, make_parser, show
@@ -134,8 +135,8 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     if weight.ndim < 2:
         return weight.clone()
     step = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
-    multiples: Tensor = (weight / step).round()
-    return multiples * step
+    made: Tensor = torch.round(weight / step) * step
+    return made
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import filters, gpu_check, packing
+from benchmarks import drift, filters, gpu_check, packing
 from benchmarks.simulation import StalenessSettings, World, figures, lognormal, simulate
 from tests.runs import start
 
@@ -34,6 +34,18 @@ def test_recorded_supports_are_measured(tmp_path: Path, capsys: pytest.CaptureFi
     start(tmp_path / "run", "rollout.top_p=0.9", "orchestration.updates=1")
     filters.main([str(tmp_path / "run"), "--repeats", "1"])
     assert "bytes a token" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_drift_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drift.main(["--small", "--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "drift.png")])
+    assert "vocabulary" in capsys.readouterr().out
+    assert (tmp_path / "drift.png").stat().st_size > 10000
+
+
+def test_weights_are_rounded_by_row() -> None:
+    weights = drift.rounded(torch.tensor([[0.9, -7.0, 3.4], [0.0, 0.0, 0.0]]), bits=4)
+    assert weights.tolist() == [[1.0, -7.0, 3.0], [0.0, 0.0, 0.0]]
 
 
 @pytest.mark.slow
