@@ -292,8 +292,8 @@ def _support(row: Mapping[str, Any]) -> Support | None:
     counts, gaps = (row.get(name) for name in _SUPPORT)
     if counts is None or gaps is None or not len(counts):
         return None
-    counts = np.asarray(counts, np.int32)
-    sizes, total = counts[counts > 0], np.cumsum(gaps, dtype=np.int64)
+    counts, gaps = np.asarray(counts, np.int32), np.asarray(gaps, np.int64)
+    sizes, total = counts[counts > 0], np.cumsum(gaps)
     first = np.cumsum(sizes) - sizes
     return Support(counts, (total - np.repeat(total[first] - gaps[first], sizes)).astype(np.int32))
 
