@@ -160,6 +160,11 @@ STUDIES: Mapping[str, Study] = {
         seeds=(0, 2),
         common=("training.threads=1",),
     ),
+    "structured-output": Study(
+        "benchmarks/structured_output.yaml",
+        {"structured output": (), "any text": ("data.train.options.structured=false",)},
+        common=("training.threads=1",),
+    ),
     # runs that differ in nothing but rounding
     "notes-rounding": Study(
         "notes-small",

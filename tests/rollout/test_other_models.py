@@ -15,12 +15,13 @@ from tests.judge.servers import quick as quick
 from tests.rollout.kit import attempt
 from tests.worlds import ROOT, addresses, plain_ids, saying, tiny, tool, user
 from treadle.core.config import build
-from treadle.core.errors import Cause, ConfigError
-from treadle.core.types import Message, Task, Trajectory
+from treadle.core.errors import Cause, ConfigError, FormError
+from treadle.core.types import Form, Message, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.plan.other_models import make_models
 from treadle.rollout.agents.clients import anthropic_client
 from treadle.rollout.other_models import OtherModelConfig, address_of
+from treadle.rollout.session import CallOptions
 
 HI, TELL = user("hi"), user("Tell it.")
 
@@ -90,6 +91,16 @@ async def test_the_example_of_the_page_plays() -> None:
         trajectory = await played(found["Shop"], {"user": {"url": server.url}}, wish="You want a hat.")
     assert (trajectory.reward, len(trajectory.steps)) == (1.0, 1)
     assert [message["role"] for message in server.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
+
+
+async def test_a_form_is_passed_on_to_a_server_or_refused() -> None:
+    made = make_models({"user": build(OtherModelConfig, {"url": "http://a/v1", "model": "m"})})["user"]()
+    with pytest.raises(FormError, match=r"^the choice: a model behind a URL is asked for a JSON schema only"):
+        await made.chat("s", addresses()[0])([HI], (), CallOptions(form=Form.choice(["a"])))
+    with judging(lambda m: "{}") as server:
+        made = make_models({"user": build(OtherModelConfig, {"url": server.url, "model": "m"})})["user"]()
+        await made.chat("s", addresses()[0])([HI], (), CallOptions(form=Form.json({"type": "object"})))
+    assert server.requests[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
 @pytest.mark.parametrize("player", [Shop, Careless])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 pytest.importorskip("httpx")
@@ -113,6 +114,30 @@ async def test_tools_are_offered_and_called() -> None:
     assert call["tool_calls"][0]["id"] == result["tool_call_id"] == "c00000000"  # the server gave none
     assert trajectory.steps[0].chat is not None
     assert trajectory.steps[0].chat.tools == tuple(first["tools"])
+
+
+async def test_what_a_reply_must_look_like_is_passed_on_as_far_as_servers_know_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool: Any = {"type": "function", "function": {"name": "price", "strict": True, "parameters": schema}}
+    named: Any = {"type": "function", "function": {"name": "price"}}
+
+    async def agent(task: Task, client: openai.AsyncOpenAI) -> treadle.Recovered:
+        asked: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
+        await client.chat.completions.create(**asked, response_format=format)
+        for choice in ("required", named):
+            await client.chat.completions.create(**asked, tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+        with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.regex: a model behind a URL"):
+            await client.chat.completions.create(**asked, extra_body={"structured_outputs": {"regex": "a"}})
+        return treadle.Recovered(1.0)
+
+    with judging(lambda m: said("{}")) as server:
+        trajectory = await played(server.url, agent)
+    assert trajectory.reward == 1.0 and len(trajectory.steps) == 3
+    first, *others = server.requests
+    assert first["response_format"]["json_schema"] == {"name": "reply", "schema": schema, "strict": True}
+    assert [body["tool_choice"] for body in others] == ["required", named]
+    assert all(body["tools"] == [tool] and body["parallel_tool_calls"] is False for body in others)
 
 
 async def test_fields_of_requests_are_set_and_left_out() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from tests.models import make_group, tiny
 from tests.rollout.families import world
@@ -37,7 +37,7 @@ class Look(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     who: Literal["Anna", "Bert"]
-    pages: int = Field(ge=0, le=99)
+    pages: Literal[1, 2, 3]
 
 
 SCHEMA = {**Look.model_json_schema(), "x-guidance": {"whitespace_flexible": False}}
@@ -355,3 +355,59 @@ async def test_what_clients_sampled_is_trained_with_ratios_of_one() -> None:
     assert batch.support is not None
     forced = batch.support.counts == 1
     assert 20 < forced.sum() < len(batch) and (learned[forced] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("anthropic")
+@pytest.mark.parametrize("provider", ["openai", "responses", "anthropic"])
+async def test_pydantic_ai(provider: str) -> None:
+    """Its own choice of strict tools, a forced tool for the output, and the output by the model's own format."""
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async with random_model() as server:
+        address = server.open(parse=CALLS)
+        if provider == "anthropic":
+            model: Any = AnthropicModel(
+                "claude-haiku-4-5", provider=AnthropicProvider(anthropic_client=server.anthropic(address))
+            )
+        else:
+            kind: Any = OpenAIChatModel if provider == "openai" else OpenAIResponsesModel
+            model = kind("gpt-4o", provider=OpenAIProvider(openai_client=server.openai(address)))
+        for output in (ToolOutput(Look, strict=True), NativeOutput(Look)):
+            agent: Any = Agent(model, output_type=output, retries=0, model_settings={"max_tokens": 500})
+            found = await agent.run("hi")
+            assert isinstance(found.output, Look)
+        check(server.steps(), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("anthropic")
+@pytest.mark.parametrize("provider", ["openai", "responses", "anthropic"])
+async def test_langchain(provider: str) -> None:
+    """Strict tools, of which it must call one, and its structured output."""
+    from langchain_anthropic import ChatAnthropic
+    from langchain_openai import ChatOpenAI
+
+    async with random_model() as server:
+        address = server.open(parse=CALLS)
+        if provider == "anthropic":
+            model: Any = ChatAnthropic(
+                model="claude-sonnet-5", base_url=address.anthropic_url, api_key="unused", max_tokens=500
+            )
+            server.clients.append(model._async_client)
+        else:
+            model = ChatOpenAI(
+                model="gpt-4o",
+                base_url=address.base_url,
+                api_key="unused",
+                use_responses_api=provider == "responses",
+            )
+            server.clients.append(model.root_async_client)
+        called = await model.bind_tools([Look], tool_choice="any", strict=True).ainvoke("hi")
+        assert called.tool_calls and all(Look.model_validate(call["args"]) for call in called.tool_calls)
+        assert isinstance(await model.with_structured_output(Look, method="json_schema").ainvoke("hi"), Look)
+        check(server.steps(), 2)
