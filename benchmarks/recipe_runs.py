@@ -264,7 +264,8 @@ def row(run: Path) -> dict[str, Any]:
         kinds = {kind: lift(first[kind], last[kind], number[kind], number[kind]) for kind in first}
         before, after = summary["held_out_success_before"], summary["held_out_success_after"]
     else:
-        kinds = {"trained": lift(*_share(updates[:ENDS]), *_share(updates[-ENDS:]))}
+        (before, first), (after, last) = _share(updates[:ENDS]), _share(updates[-ENDS:])
+        kinds = {"trained": lift(before, after, first, last)}
         before, after = kinds["trained"]["before"], kinds["trained"]["after"]
     return {
         "seed": summary["seed"],
