@@ -3,6 +3,7 @@
     rollout         multi-turn sampling: engines against transformers' `generate`
     update          one optimizer update under each packing, of the demo's shape or replayed from a run
     packing         forward and backward passes of each packing on six workloads; tree attention alone
+    datums          a Tinker client's datums in one call, against one at a time
     merge           building prefix trees, against plain Python
     gateway         what the gateway adds to calling a session directly
     render          the next prompt of long conversations, against tokenizing them anew

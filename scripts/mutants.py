@@ -297,6 +297,23 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "placement/test_checks.py::test_each_problem_is_one_line"),
     ("placement/turns.py", "while self._whose != side and self._calls:", "while False:",
      "placement/test_turns.py::test_a_turn_waits_for_the_calls_of_the_other_side"),
+    ("tinker/layout.py", "begin, end = max(1, common), len(whole[at])", "begin, end = 1, len(whole[at])",
+     "tinker/test_losses.py::test_a_shared_pair_is_computed_once"),
+    ("tinker/layout.py", "zeros.index_add(0, local, slope[covered])", "zeros.index_put((local,), slope[covered])",
+     "tinker/test_losses.py"),
+    ("tinker/layout.py", "scores.top[local, self._columns(covered)]", "scores.top[local, 0]",
+     "tinker/test_losses.py::test_several_targets_at_each_position"),
+    ("tinker/losses.py", "importance_ratio(logp.detach(), inputs", "importance_ratio(logp, inputs",
+     "tinker/test_losses.py"),
+    ("tinker/losses.py", "_CLIPS, couples=True", "_CLIPS", "tinker/test_losses.py"),
+    ("tinker/learner.py", "parameter.grad = gradient", "pass", "tinker/test_losses.py"),
+    ("tinker/learner.py", "self._optimizer.state.clear()", "pass",
+     "tinker/test_models.py::test_a_saved_model_continues_with_the_same_bits"),
+    ("tinker/learner.py", 'if ".lora_" not in name', "", "tinker/test_models.py"),
+    ("tinker/sampler.py", "if not served.users]", "]",
+     "tinker/test_models.py::test_engines_of_unused_versions_are_closed_and_come_back"),
+    ("engines/torch/batch.py", "self._stop if row.call.stop is None else row.call.stop", "self._stop",
+     "tinker/test_models.py::test_what_ends_a_sample"),
 ]  # fmt: skip
 
 

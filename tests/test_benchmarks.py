@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["rollout", "update", "packing", "merge", "gateway", "render", "asynchronous", "kv", "scaling"]
+    "name", ["rollout", "update", "packing", "datums", "merge", "gateway", "render", "asynchronous", "kv", "scaling"]
 )
 def test_a_benchmark_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--small", "--json", str(tmp_path / "figures.json")]

@@ -85,7 +85,7 @@ def test_every_loss_has_a_case() -> None:
     assert {name for name, *_ in CASES} == LOSSES.keys()
 
 
-@pytest.mark.parametrize("budget", [12, 8192])
+@pytest.mark.parametrize("budget", [12, 20, 30, 8192])
 @pytest.mark.parametrize(("name", "inputs", "options", "formula"), CASES)
 def test_loss_and_gradient_are_those_of_each_datum_alone(
     name: str, inputs: Sequence[str], options: dict[str, float], formula: Formula, budget: int

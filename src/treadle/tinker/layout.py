@@ -73,8 +73,8 @@ class Layout:
         zeros = torch.zeros_like(scores.logp)
         if self.column is None or scores.top is None:
             return LossGradients(zeros.index_add(0, local, slope[covered]))
-        top = torch.zeros_like(scores.top)
-        return LossGradients(zeros, top=top.index_put((local, self._columns(covered)), slope[covered], accumulate=True))
+        top = torch.zeros_like(scores.top)  # no two targets share a pair and a column
+        return LossGradients(zeros, top=top.index_put((local, self._columns(covered)), slope[covered]))
 
     def _columns(self, covered: Tensor) -> Tensor:
         assert self.column is not None
