@@ -197,6 +197,7 @@ EXTRAS = {
     "rollout/agents": "train",
     "rollout/chat_endpoint.py": "train",
     "rollout/gateway": "train",
+    "tinker": "train",
     "training": "train",
     "view": "view",
 }
