@@ -70,7 +70,11 @@ def _conversations(turns: int, samples: int, tokens: int) -> list[Datum]:
             advantages = np.zeros(len(ids) - 1, np.float32)
             advantages[-tokens:] = random.normal()
             logprobs = np.full(len(ids) - 1, -np.log(VOCABULARY), np.float32)
-            inputs = {"target_tokens": ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
+            inputs: dict[str, Any] = {
+                "target_tokens": ids[1:].astype(np.int64),
+                "logprobs": logprobs,
+                "advantages": advantages,
+            }
             data.append(Datum(ids[:-1].astype(np.int32), inputs))
     return data
 

@@ -1,5 +1,6 @@
 """Losses of the protocol against their written definitions, through the learner's trees."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import distance, exact, norm
+from tests.models import distance, exact, in_float64, norm, tiny
 from tests.tinker.kit import Formula, conversations, datum_of, drawn, gradients_of, one_by_one, own_logp, trained_model
 from treadle.core.errors import DataError
 from treadle.tinker.data import AdamParams, Datum, Sparse
@@ -99,6 +100,45 @@ def test_loss_and_gradient_are_those_of_each_datum_alone(
     for datum, arrays in zip(data, outputs.arrays, strict=True):
         assert arrays["logprobs"].dtype == np.float32
         np.testing.assert_allclose(arrays["logprobs"], own_logp(model.model, datum).detach(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma3-half-sliding", "qwen3-moe", "qwen3-next", "mamba"])
+@pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
+def test_in_other_families(family: str) -> None:
+    """Of which some share no prefixes: each datum is then a row, with the pairs that no other has."""
+    model, data = trained_model(exact(family)), conversations((*POLICY, "sequence_ratio_mask"))
+    total, wanted = one_by_one(model.model, data, gspo(0.8, 1.2))
+    outputs = model.forward(data, "gspo", {}, backward=True)
+    assert outputs.metrics["loss:sum"] == pytest.approx(total, rel=1e-11)
+    assert distance(gradients_of(model.model), wanted) <= 1e-11 * norm(wanted)
+
+
+def test_in_float32() -> None:
+    model, data = trained_model(tiny()), conversations(POLICY)
+    total, wanted = one_by_one(in_float64(copy.deepcopy(model.model)), data, ppo(0.8, 1.2))
+    outputs = model.forward(data, "ppo", {}, backward=True)
+    assert outputs.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+    assert distance(gradients_of(model.model), wanted) <= 1e-4 * norm(wanted)
+
+
+def test_the_shortest_datum() -> None:
+    model = trained_model()
+    datum = Datum(np.array([5], np.int32), {"target_tokens": np.array([7]), "weights": np.array([2.0], np.float32)})
+    total, wanted = one_by_one(model.model, [datum], cross_entropy)
+    assert model.forward([datum], "cross_entropy", {}, backward=True).metrics["loss:sum"] == pytest.approx(total)
+    assert distance(gradients_of(model.model), wanted) <= 1e-12 * norm(wanted)
+
+
+def test_targets_without_weights_all_count() -> None:
+    model = trained_model()
+    [datum, *_] = conversations(())
+    outputs = model.forward([datum], "cross_entropy", {}, backward=False)
+    assert outputs.metrics["loss:sum"] == pytest.approx(-outputs.arrays[0]["logprobs"].sum(), rel=1e-6)
+
+
+def test_a_call_without_datums_is_refused() -> None:
+    with pytest.raises(DataError, match="no datum"):
+        trained_model().forward([], "cross_entropy", {}, backward=True)
 
 
 def test_gradients_of_several_calls_add_up_until_the_step() -> None:

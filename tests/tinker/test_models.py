@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.models import distance, exact, make_group, make_step, norm, same_bits, tiny
 from tests.tinker.kit import TOKENIZER, conversations, trained_model
@@ -371,3 +371,31 @@ async def test_engines_of_unused_versions_are_closed_and_come_back() -> None:
         together = await asyncio.gather(*(ids(version) for version in versions * 2))
         assert together == alone * 2
         assert len(models._samplers._served) == 1
+
+
+async def test_a_prompt_of_one_token() -> None:
+    async with open_models(tiny()) as models:
+        scores = PromptScores(logprobs=True, top=2, targets=np.zeros((0, 3), np.int64))
+        samples = await models.sample(None, PROMPT[:1], Sampling(4, stop=()), 1, scores)
+        assert samples.prompt_logprobs is not None and np.isnan(samples.prompt_logprobs).tolist() == [True]
+        assert samples.prompt_top is not None and samples.prompt_top.ids.shape == (1, 2)
+        assert samples.target_logprobs is not None and samples.target_logprobs.shape == (0, 3)
+
+
+async def test_a_base_is_opened_with_its_tokenizer_and_its_end_tokens(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, local_files_only=True)
+    tiny(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    models = Models.open(tmp_path, cache_gib=0.1)
+    try:
+        assert models.vocabulary == len(tokenizer)
+        prompt = np.array(tokenizer.encode("what is"), np.int32)
+        [free] = (await models.sample(None, prompt, Sampling(60, seed=2, stop=()), 1)).sequences
+        text = tokenizer.decode(free.ids.tolist(), skip_special_tokens=False)
+        stop = str(text)[8:11]
+        [short] = (await models.sample(None, prompt, Sampling(60, seed=2, stop=[stop]), 1)).sequences
+        assert short.stop_reason == "stop" and len(short.ids) < 60
+        assert stop in tokenizer.decode(short.ids.tolist(), skip_special_tokens=False)
+        assert models._samplers._options.stop_token_ids == (tokenizer.eos_token_id,)
+    finally:
+        await models.close()

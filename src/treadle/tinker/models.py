@@ -121,7 +121,7 @@ class Models:
         del self._models[model_id]
 
     def publish(self, model_id: str, name: str) -> Version:
-        """Return a model's current weights as a version to sample by. Raises KeyError."""
+        """Return a model's current weights as a version to sample by, after its call in progress. Raises KeyError."""
         return Version(name, self._models[model_id].copy())
 
     def load_version(self, directory: Path, name: str) -> Version:

@@ -40,15 +40,30 @@ class Version:
 
     name: str
     model: PreTrainedModel = field(repr=False)
-    lock: Lock = field(default_factory=Lock, repr=False)  # of passes that compute log-probabilities of other tokens
+    lock: Lock = field(default_factory=Lock, repr=False)  # held to compute with the model, or to copy it
 
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """The engine of a version. users: calls in progress."""
+    """The engine of a version. users: calls in progress. forward: scores other tokens than a prompt's, once asked."""
 
+    version: Version
     engine: TorchEngine
     users: int = 0
+    forward: Forward | None = None
+
+    def top(self, ids: Ids, top: MostProbable | torch.Tensor, budget: int) -> tuple[Ids, Floats]:
+        """Return tokens and their log-probabilities at each position but the first: int32, float32[T - 1, k]."""
+        k = top.count if isinstance(top, MostProbable) else top.shape[1]
+        if len(ids) < 2 or not k:
+            return np.zeros((len(ids) - 1, k), np.int32), np.zeros((len(ids) - 1, k), np.float32)
+        with self.version.lock:
+            self.forward = self.forward or Forward(self.version.model, budget)
+            [tree] = self.forward.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
+            scores = self.forward.scores(tree, torch.ones(len(ids) - 1), top=top)
+        assert scores.top is not None and scores.top_ids is not None
+        order = np.argsort(scores.flat)
+        return scores.top_ids.cpu().numpy().astype(np.int32)[order], scores.top.float().cpu().numpy()[order]
 
 
 class Samplers:
@@ -65,18 +80,19 @@ class Samplers:
         self, version: Version, prompt: Ids, sampling: Sampling, num_samples: int, scores: PromptScores
     ) -> Samples:
         """Sample completions of a prompt, and compute what is asked of it. See `Models.sample`."""
-        async with self._engine(version) as engine:
+        async with self._serving(version) as served:
+            engine = served.engine
             prompt = np.asarray(prompt, np.int32)
             engine.limits.check_ids(prompt, "prompt ids")
             _check(scores, prompt, engine.limits.vocabulary)
             completions = await self._completions(engine, prompt, sampling, num_samples)
             logprobs = await _own(engine, prompt) if scores.logprobs else None
-            top = await self._top(version, prompt, scores.top, engine.limits.vocabulary)
-            targets = await self._targets(version, prompt, scores.targets)
+            top = await self._top(served, prompt, scores.top, engine.limits.vocabulary)
+            targets = await self._targets(served, prompt, scores.targets)
             sequences = []
             for completion in completions:
                 whole = np.concatenate([prompt, completion.token_ids])
-                each = await self._top(version, whole, scores.top_sampled, engine.limits.vocabulary)
+                each = await self._top(served, whole, scores.top_sampled, engine.limits.vocabulary)
                 sequences.append(_sampled(completion, each and _tail(each, len(prompt))))
         return Samples(sequences, logprobs, top, targets)
 
@@ -118,32 +134,32 @@ class Samplers:
             engine.close_session(session)
         return [task.result() for task in tasks]
 
-    async def _top(self, version: Version, ids: Ids, k: int, vocabulary: int) -> TopTokens | None:
+    async def _top(self, served: _Served, ids: Ids, k: int, vocabulary: int) -> TopTokens | None:
         """Return the k most probable tokens at each position of ids, none at the first one; None for k 0."""
         if not k:
             return None
-        chosen, logprobs = await asyncio.to_thread(_scored, version, ids, MostProbable(k, vocabulary), self._budget)
+        chosen, logprobs = await asyncio.to_thread(served.top, ids, MostProbable(k, vocabulary), self._budget)
         first = np.zeros((1, k), np.int32), np.full((1, k), MISSING, np.float32)
         return TopTokens(np.concatenate([first[0], chosen]), np.concatenate([first[1], logprobs]))
 
-    async def _targets(self, version: Version, ids: Ids, targets: NDArray[np.int64] | None) -> Floats | None:
+    async def _targets(self, served: _Served, ids: Ids, targets: NDArray[np.int64] | None) -> Floats | None:
         if targets is None:
             return None
         wanted = torch.from_numpy(targets.clip(min=0))
-        _, logprobs = await asyncio.to_thread(_scored, version, ids, wanted, self._budget)
+        _, logprobs = await asyncio.to_thread(served.top, ids, wanted, self._budget)
         return np.where(targets < 0, np.float32(0), logprobs)
 
     @asynccontextmanager
-    async def _engine(self, version: Version) -> AsyncIterator[TorchEngine]:
-        """Yield the version's engine, which is not closed inside the block."""
+    async def _serving(self, version: Version) -> AsyncIterator[_Served]:
+        """Yield the version with its engine, which is not closed inside the block."""
         async with self._making:
             served = self._served.pop(version, None)
             if served is None:
-                served = _Served(await asyncio.to_thread(self._make, version))
+                served = _Served(version, await asyncio.to_thread(self._make, version))
             self._served[version] = served
             served.users += 1
         try:
-            yield served.engine
+            yield served
         finally:
             served.users -= 1
             await self._close_unused()
@@ -189,20 +205,6 @@ def _check(scores: PromptScores, prompt: Ids, vocabulary: int) -> None:
 
 async def _own(engine: TorchEngine, prompt: Ids) -> Floats:
     return np.append(np.float32(np.nan), await engine.score(prompt)).astype(np.float32)
-
-
-def _scored(version: Version, ids: Ids, top: MostProbable | torch.Tensor, budget: int) -> tuple[Ids, Floats]:
-    """Return tokens and their log-probabilities at each position but the first: int32[T - 1, k], float32[T - 1, k]."""
-    k = top.count if isinstance(top, MostProbable) else top.shape[1]
-    if len(ids) < 2 or not k:
-        return np.zeros((len(ids) - 1, k), np.int32), np.zeros((len(ids) - 1, k), np.float32)
-    with version.lock:
-        forward = Forward(version.model, budget)
-        [tree] = forward.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
-        scores = forward.scores(tree, torch.ones(len(ids) - 1), top=top)
-    assert scores.top is not None and scores.top_ids is not None
-    order = np.argsort(scores.flat)
-    return scores.top_ids.cpu().numpy().astype(np.int32)[order], scores.top.float().cpu().numpy()[order]
 
 
 def _tail(top: TopTokens, start: int) -> TopTokens:
