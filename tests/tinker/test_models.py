@@ -289,6 +289,17 @@ async def test_a_version_is_sampled_while_training_goes_on() -> None:
         assert [s.ids.tolist() for s in before.sequences] != [s.ids.tolist() for s in after.sequences]
 
 
+async def test_a_client_s_next_turn_is_computed_from_where_its_last_one_ended() -> None:
+    async with open_models(base_model := tiny()) as models:
+        [first] = (await models.sample(None, PROMPT, Sampling(6, stop=()), 1)).sequences
+        whole = np.concatenate([PROMPT, first.ids, PROMPT])
+        [second] = (await models.sample(None, whole, Sampling(6, stop=()), 1)).sequences
+        [served] = models._samplers._served.values()
+        assert served.engine.counters.reused == len(PROMPT) + 5  # not the last sampled one, whose keys nothing needed
+        each = plain_logprobs(base_model, np.concatenate([whole, second.ids]))[len(whole) - 1 :]
+        np.testing.assert_allclose(second.logprobs, each[np.arange(6), second.ids], atol=1e-4)
+
+
 async def test_what_ends_a_sample() -> None:
     async with open_models(tiny()) as models:
         [free] = (await models.sample(None, PROMPT, Sampling(max_tokens=40, seed=1, stop=()), 1)).sequences

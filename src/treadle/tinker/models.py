@@ -145,7 +145,8 @@ class Models:
     ) -> Samples:
         """Sample completions of a prompt by a version; None: by the base. num_samples 0 only scores the prompt.
 
-        A sample depends on the version, the prompt, the parameters and its number alone, up to rounding.
+        A sample depends on the version, the prompt, the parameters and its number alone, up to rounding: prefixes that
+        earlier calls of the version computed are not computed again.
         Raises EngineError for a prompt that does not fit the model, DataError for parameters out of range.
         """
         chosen = self._plain if version is None else version

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from threading import Lock
 
 import numpy as np
@@ -30,6 +29,7 @@ from treadle.tinker.data import PromptScores, Sampled, Samples, Sampling, TopTok
 from treadle.training.forward import Forward
 from treadle.training.lm_head import MostProbable
 
+_SESSION = "all"
 MISSING = -99999.0
 """Log-probability of a token that the protocol writes where there is none."""
 
@@ -74,7 +74,6 @@ class Samplers:
         self._decode, self._kept, self._budget = decode, kept, budget
         self._served: dict[Version, _Served] = {}  # the least recently used first
         self._making = asyncio.Lock()
-        self._numbers = count()
 
     async def sample(
         self, version: Version, prompt: Ids, sampling: Sampling, num_samples: int, scores: PromptScores
@@ -105,7 +104,7 @@ class Samplers:
     async def _completions(
         self, engine: TorchEngine, prompt: Ids, sampling: Sampling, num_samples: int
     ) -> Sequence[Completion]:
-        """Sample in one session, so that the samples share the prompt's keys and values."""
+        """Sample in the engine's one session, so that calls share keys and values of their prefixes."""
         if not num_samples:
             return []
         room = engine.limits.context - len(prompt)
@@ -119,19 +118,16 @@ class Samplers:
             top_k=max(sampling.top_k, 0),
             top_p=sampling.top_p,
         )
-        session, seed = f"sample-{next(self._numbers)}", sampling.seed & (2**63 - 1)
+        seed = sampling.seed & (2**63 - 1)
         each = [replace(params, seed=call_seed(seed, Stream.SERVE, 0, 0, 0, number)) for number in range(num_samples)]
-        engine.open_session(session)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(engine.generate(prompt, one, session=session, stop_token_ids=ends))
+                    group.create_task(engine.generate(prompt, one, session=_SESSION, stop_token_ids=ends))
                     for one in each
                 ]
         except* (EngineError, DataError) as errors:
             raise errors.exceptions[0] from None
-        finally:
-            engine.close_session(session)
         return [task.result() for task in tasks]
 
     async def _top(self, served: _Served, ids: Ids, k: int, vocabulary: int) -> TopTokens | None:
@@ -166,7 +162,9 @@ class Samplers:
 
     def _make(self, version: Version) -> TorchEngine:
         with version.lock:
-            return TorchEngine(version.model, self._options, decode=self._decode)
+            engine = TorchEngine(version.model, self._options, decode=self._decode)
+        engine.open_session(_SESSION)
+        return engine
 
     async def _close_unused(self) -> None:
         """Close the least recently used engines until no more than `kept` are unused."""
