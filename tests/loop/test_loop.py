@@ -685,7 +685,7 @@ def test_centered_scores_are_of_what_was_recorded(
     ("settings", "message"),
     [
         (["support"], "is 'support', but no filter leaves tokens out; set rollout"),
-        (["top_k", "engine.kind=vllm"], "needs probabilities that vLLM's servers do not report; set engine.kind=torch"),
+        (["vocabulary", "engine.kind=vllm"], "vLLM's servers report the most probable tokens only; set engine.kind=t"),
     ],
 )
 def test_centered_scores_of_which_nothing_is_recorded_are_refused(settings: list[str], message: str) -> None:

@@ -213,7 +213,15 @@ async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engin
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
-    connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, top_k=spec.top_k, notify=spec.log)
+    connected = partial(
+        start,
+        source=spec.source,
+        stop_token_ids=stop,
+        probe=probe,
+        top_k=spec.top_k,
+        probabilities=spec.probabilities,
+        notify=spec.log,
+    )
     running = bool(config.vllm.urls)
     if running and not model.publishes_adapters:
         return await connected(config, serve=None)

@@ -103,10 +103,10 @@ def check_centered(config: RunConfig) -> None:
             "algorithm.centered_scores is 'support', but no filter leaves tokens out; set rollout.top_p, top_k or "
             "min_p, or choose top_k or vocabulary"
         )
-    if centered != "off" and config.engine.kind == "vllm":
+    if centered == "vocabulary" and config.engine.kind == "vllm":
         raise ConfigError(
-            f"algorithm.centered_scores is {centered!r}, which needs probabilities that vLLM's servers do not report; "
-            "set engine.kind=torch, or algorithm.centered_scores=off"
+            "algorithm.centered_scores is 'vocabulary', and vLLM's servers report the most probable tokens only; set "
+            "engine.kind=torch, or algorithm.centered_scores=top_k"
         )
 
 

@@ -101,6 +101,28 @@ async def test_what_follows_a_grammar_has_the_masks_that_are_derived_here(
 
 
 @pytest.mark.parametrize("name", NAMES)
+async def test_probabilities_are_of_the_most_probable(name: str, servers: Servers, connect: Connect) -> None:
+    model = sized(servers[name].family, 0)
+    kinds = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=12, temperature=1.7, seed=1),
+        SamplingParams(max_tokens=12, temperature=0.8, seed=2, top_k=5),
+        SamplingParams(max_tokens=12, temperature=0.0),
+    ]
+    async with connect(name, stop_token_ids=[], probabilities=20) as engine:
+        answers = await asyncio.gather(*[sampled(engine, kind, f"s{n}") for n, kind in enumerate(kinds)])
+    assert answers[-1].probabilities is None  # certain, and never trained
+    for kind, answer in zip(kinds[:-1], answers[:-1], strict=True):
+        q = answer.probabilities
+        assert q is not None and (q.of.counts == (kind.top_k or 20)).all()
+        wanted = filtered(logits(model, PROMPT, answer.token_ids) / kind.temperature, kind).exp()
+        found = torch.zeros_like(wanted)
+        found[np.repeat(np.arange(len(q)), q.of.counts), q.of.ids] = torch.from_numpy(q.values.copy()).double()
+        likely = torch.zeros_like(wanted).scatter(1, (top := wanted.topk(kind.top_k or 20)).indices, top.values)
+        torch.testing.assert_close(found, likely, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
 async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
     name: str, servers: Servers, connect: Connect
 ) -> None:

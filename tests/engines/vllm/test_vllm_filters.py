@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engines.vllm.test_vllm_routing import Scripted, config
@@ -10,7 +11,7 @@ from tests.sources import FixedWeights
 from treadle.core.errors import EngineError
 from treadle.engines.vllm.engine import open_engine
 from treadle.engines.vllm.launch import alternatives
-from treadle.engines.vllm.server import Server, decode_support
+from treadle.engines.vllm.server import Server, decode_probabilities, decode_support
 
 REMOVED = -9999.0
 
@@ -30,6 +31,14 @@ async def test_a_list_that_may_lack_tokens_is_refused() -> None:
     choice = {"logprobs": {"content": [token(7, {7: -1.1, 3: -1.1, 5: -1.1})]}}
     with pytest.raises(EngineError, match=r"kept 3 tokens or more, .* set engine\.dtype=float32"):
         decode_support(Server("http://nowhere"), choice)
+
+
+async def test_probabilities_are_of_the_most_probable_whatever_was_sampled() -> None:
+    first = token(8, {8: -5.0, 3: -1.0, 7: -0.5, 5: REMOVED})
+    choice = {"logprobs": {"content": [first, token(2, {2: 0.0, 9: REMOVED})]}}
+    found = decode_probabilities(choice, 2)
+    assert (found.of.counts.tolist(), found.of.ids.tolist()) == ([2, 1], [3, 7, 2])
+    np.testing.assert_allclose(found.values, np.exp([-1.0, -0.5, 0.0]), rtol=1e-6)
 
 
 class Short(Scripted):

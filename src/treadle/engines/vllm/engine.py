@@ -45,8 +45,8 @@ class VLLMEngine:
     joins once it serves the admitted weights; calls wait for it if no other is left.
 
     stop_token_ids: tokens that end a completion (they are part of it); the model's own configuration is ignored.
-    expert_layers: layers with experts reported by completions (`server.sample`). restart: starts the server of a
-    number.
+    expert_layers: layers with experts reported by completions; probabilities: see `server.sample`. restart: starts the
+    server of a number.
     notify: receives a line about a lost or restarted server. on_close: called last.
 
     Invariant: every returned completion was sampled by admitted weights (see `Publication`).
@@ -59,13 +59,14 @@ class VLLMEngine:
         *,
         stop_token_ids: Sequence[int],
         expert_layers: Sequence[int] | None = None,
+        probabilities: int | None = None,
         restart: Callable[[int], Awaitable[Server]] | None = None,
         notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._servers, self._publication = servers, publication
         self._stop, self._on_close = sorted(stop_token_ids), on_close
-        self._expert_layers = expert_layers
+        self._expert_layers, self._probabilities = expert_layers, probabilities
         self._restart, self._notify = restart, notify
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
@@ -98,7 +99,15 @@ class VLLMEngine:
             try:
                 with self._publication.adapter(session) as adapter:
                     return await sample(
-                        server, admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers, adapter
+                        server,
+                        admission,
+                        prompt_ids,
+                        sampling,
+                        self._stop,
+                        cache_salt,
+                        self._expert_layers,
+                        adapter,
+                        self._probabilities,
                     )
             except ServerLost:
                 # Try another server, unless this call seems to be the cause.
@@ -107,12 +116,14 @@ class VLLMEngine:
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """Return a handle for the session's calls in another process; None to make them here, as for adapters.
+        """Return a handle for the session's calls in another process; None to make them here, as for adapters and
+        recorded probabilities.
 
         Valid as long as its server: on ServerLost, call `generate` here.
         """
         server = self._server_of(session)
-        if server is None or server.process is None or isinstance(self._publication, AdapterPublication):
+        here = isinstance(self._publication, AdapterPublication) or self._probabilities is not None
+        if server is None or server.process is None or here:
             return None
         return server.process.route
 
@@ -222,6 +233,7 @@ async def open_engine(
     adapters: Exported | None = None,
     pinned: int | None = None,
     top_k: int = 0,
+    probabilities: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication | AdapterPublication]:
@@ -229,7 +241,7 @@ async def open_engine(
 
     serve: starts the server of a number, also again when it is lost; None: servers already run.
     adapters: one of the source, if it publishes any; pinned: see `AdapterPublication`. top_k: training's, of which
-    servers must report the kept tokens.
+    servers must report the kept tokens. probabilities: how many most probable ids to report them of.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
     take weights; ConfigError without vLLM.
@@ -287,6 +299,7 @@ async def open_engine(
         publication,
         stop_token_ids=stop_token_ids,
         expert_layers=source.model.expert_layers,
+        probabilities=probabilities,
         restart=None if serve is None else open_server,
         notify=notify,
         on_close=on_close,

@@ -17,7 +17,7 @@ import numpy as np
 
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
-from treadle.core.support import Support
+from treadle.core.support import Probabilities, Support
 from treadle.core.text import keys_in, redacted
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 from treadle.engines.vllm.launch import VERSION, alternatives
@@ -28,6 +28,7 @@ _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
 _CONNECT = 10.0  # seconds to open a connection
 _TELLING = 30.0  # seconds for an answer of the process that makes rollout workers' calls
 _EXCERPT = 500  # characters of a response shown in an error
+MOST_PROBABLE = 20  # of centered scores; what a server lists unless --max-logprobs says otherwise
 _REMOVED = -9999.0  # what vLLM reports for -inf
 
 
@@ -365,16 +366,21 @@ async def sample(
     cache_salt: str | None,
     expert_layers: Sequence[int] | None = None,
     adapter: Adapter | None = None,
+    probabilities: int | None = None,
 ) -> Completion:
     """Sample one completion from admitted weights. Cancelling aborts it on the server.
 
     expert_layers: hidden layers with experts to report; None: no routing. adapter: adapter that samples all tokens.
+    probabilities: report those of so many most probable ids, as far as they are asked for.
     Raises EngineError for a refused request, weights that were not admitted, missing experts, or more kept tokens than
     are reported; ServerLost.
     """
     # A completion that begins now uses the new weights.
     await admission.settled()
-    listed = 0 if sampling.temperature == 0 else alternatives(sampling.top_k)
+    kept = 0 if sampling.temperature == 0 else alternatives(sampling.top_k)
+    listed = (
+        kept if probabilities is None or sampling.temperature == 0 else max(kept, min(probabilities, MOST_PROBABLE))
+    )
     params: dict[str, Any] = {  # sets every parameter with a possible default on the server
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -413,7 +419,8 @@ async def sample(
         else (VersionSpan(adapter.version, 0, tokens),) * bool(tokens),
         routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
         pinned=adapter is not None and adapter.pinned,
-        support=decode_support(server, choice) if listed else None,
+        support=decode_support(server, choice) if kept else None,
+        probabilities=decode_probabilities(choice, min(probabilities, listed)) if probabilities and listed else None,
     )
 
 
@@ -433,6 +440,19 @@ def decode_support(server: Server, choice: Mapping[str, Any]) -> Support:
             )
         kept.append(sorted({entry["token_id"], *each}))
     return Support.of(kept)
+
+
+def decode_probabilities(choice: Mapping[str, Any], most: int) -> Probabilities:
+    """Return the probabilities of the most probable ids at each sampled token, as far as they could be sampled."""
+    tokens = []
+    for entry in choice["logprobs"]["content"]:
+        listed = [(other["logprob"], other["token_id"]) for other in entry["top_logprobs"]]
+        likely = sorted(
+            (ident, logprob) for logprob, ident in sorted(listed, reverse=True)[:most] if logprob > _REMOVED
+        )
+        ids, logprobs = zip(*likely, strict=True)
+        tokens.append((np.array(ids, np.int32), np.exp(np.minimum(logprobs, 0.0)).astype(np.float32)))
+    return Probabilities.of_tokens(tokens)
 
 
 def _model(adapter: Adapter | None) -> dict[str, str]:
