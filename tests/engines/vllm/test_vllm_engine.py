@@ -114,7 +114,7 @@ async def test_probabilities_are_of_the_most_probable(name: str, servers: Server
     assert answers[-1].probabilities is None  # certain, and never trained
     for kind, answer in zip(kinds[:-1], answers[:-1], strict=True):
         q = answer.probabilities
-        assert q is not None and (q.of.counts == (kind.top_k or 20)).all()
+        assert q is not None and (q.of.counts == (kind.top_k or 19)).all()
         wanted = filtered(logits(model, PROMPT, answer.token_ids) / kind.temperature, kind).exp()
         for token, p in enumerate(wanted.numpy()):
             own = q[token : token + 1]

@@ -420,7 +420,9 @@ async def sample(
         routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
         pinned=adapter is not None and adapter.pinned,
         support=decode_support(server, choice) if kept else None,
-        probabilities=decode_probabilities(choice, min(probabilities, listed)) if probabilities and listed else None,
+        probabilities=decode_probabilities(choice, min(probabilities, listed - 1))
+        if probabilities and listed
+        else None,
     )
 
 
@@ -443,7 +445,10 @@ def decode_support(server: Server, choice: Mapping[str, Any]) -> Support:
 
 
 def decode_probabilities(choice: Mapping[str, Any], most: int) -> Probabilities:
-    """Return the probabilities of the most probable ids at each sampled token, as far as they could be sampled."""
+    """Return the probabilities of the most probable ids at each sampled token, as far as they could be sampled.
+
+    most: less than are listed, as the sampled one takes the last place where it is less probable.
+    """
     tokens = []
     for entry in choice["logprobs"]["content"]:
         listed = [(other["logprob"], other["token_id"]) for other in entry["top_logprobs"]]
