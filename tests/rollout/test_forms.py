@@ -117,8 +117,9 @@ def test_a_form_is_for_the_content_and_comes_after_the_thought(vocabulary: str) 
         assert not follows(begun, "thinking", good + END, vocabulary)
 
 
-def test_a_form_and_tools_are_either_or() -> None:
-    turn = Turn(Form.choice(["yes"]), tools=(tool(),))
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_form_and_tools_are_either_or(strict: bool) -> None:
+    turn = Turn(Form.choice(["yes"]), tools=(tool(strict),))
     assert follows(turn, "hermes", "yes" + END) and follows(turn, "hermes", call("hermes", "a", 1) + END)
     assert not follows(turn, "hermes", "no" + END)
 
@@ -130,6 +131,21 @@ def test_texts_between_tags_are_any(parser: str, who: str) -> None:
     made = call(parser, who, 1) + END
     if not any(mark in who for mark in "<>"):
         assert follows(Turn(tools=(tool(),)), parser, made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("json", "{a", "needs JSON, got '{a'"),
+        ("choice", "yes", "needs JSON, got 'yes'"),
+        ("choice", "[]", "needs a list of texts, got '\\[\\]'"),
+        ("choice", "[1]", "needs a list of texts"),
+        ("jso", "{}", "the kind of a form is 'jso'; known: json, regex, choice, grammar"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_refused_where_it_is_made(kind: Any, text: str, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        Form(kind, text)
 
 
 @pytest.mark.parametrize("turn", [Turn(), Turn(tools=(tool(strict=False),))])

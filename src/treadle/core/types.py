@@ -227,12 +227,25 @@ class Form:
     """What the content of a reply must look like: `Form.json({"type": "object"})`, `Form("regex", "yes|no")`.
 
     kind: `json` (text: a JSON schema), `regex`, `choice` (a JSON list of texts) or `grammar` (llguidance's Lark, or
-    llama.cpp's GBNF). where: what errors call it.
+    llama.cpp's GBNF). where: what errors call it. Raises DataError for an unknown kind, or text not of its kind.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     where: str = field(default="the form", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json", "regex", "choice", "grammar"):
+            raise DataError(f"the kind of a form is {self.kind!r}; known: json, regex, choice, grammar")
+        if self.kind not in ("json", "choice"):
+            return
+        try:
+            value = json.loads(self.text)
+        except ValueError as error:
+            raise DataError(f"{self.where}: a form of kind {self.kind} needs JSON, got {self.text!r:.60}") from error
+        texts = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+        if self.kind == "choice" and not texts:
+            raise DataError(f"{self.where}: a form of kind choice needs a list of texts, got {self.text!r:.60}")
 
     @classmethod
     def json(cls, schema: Mapping[str, Any], where: str = "the schema") -> Form:

@@ -72,8 +72,8 @@ def turn_grammar(turn: Turn, parse: ReplyParser, grammars: Grammars, stop_ids: S
             "(rollout.reply_parser; --parser of treadle serve), or ask for no form, strict tool or tool_choice"
         )
     writer = _Writer(grammars)
-    if turn.choice == "auto" and not any(map(_is_strict, turn.tools)):
-        body = writer.form(turn.form) if turn.form else ""
+    if turn.form is not None and turn.choice == "auto" and not turn.tools:
+        body = writer.form(turn.form)
     else:
         writer.rules["call"] = " | ".join(writer.calls(turn, parse))
         alone = _read(parse) is llama_calls  # a call has no tags, and is the whole reply
