@@ -1,181 +1,195 @@
 """Which estimators are unbiased where the policy decides when to stop: exactly, by enumeration of all updates.
 
-The task: at each of two turns the policy guesses, one way or the other, or looks on, the last time too. Each reply has
-a reward, and they differ in length. The policy is a softmax of its own for each turn: five attempts are all that can
-happen, and the expected gradient of an update is a sum over their combinations. It is compared with the gradient of the
-expected reward.
+The expected gradient of an update is a sum over all that can happen in it (`enumerable.World`). It is compared with the
+gradient of the expected reward; and so is the mean over updates that are sampled.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from tests.models import make_group, make_step
+from tests.algorithms.enumerable import Vector, World, angle, by_group, worlds
+from treadle.algorithms.advantages import grpo, returns
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.algorithms.estimators import Signals, advantages
+from treadle.algorithms.estimators import Advantage, Signals, advantages
 from treadle.algorithms.reductions import token_weights
-from treadle.core.types import BreakCause, DropReason, Group, Step
+from treadle.core.types import DropReason, Group
 from treadle.packing.flat import FlatBatch, flatten
 
-Vector = NDArray[np.float64]
-Attempt = tuple[int, ...]
-
-TURNS, LOOK = 2, 2
-POLICY = np.array([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])  # of each turn: guess one, guess two, look
-REWARDS = np.array([[1.0, 0.0, 0.25], [2.0, 0.5, 1.5]])
-LENGTHS = (1, 3, 2)  # tokens of each reply; all is decided by the first
-ATTEMPTS = [*((LOOK,) * t + (guess,) for t in range(TURNS) for guess in (0, 1)), (LOOK,) * TURNS]
+TURNS = sorted(worlds())
+SAMPLED = 10_000  # groups
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
 
-def probability(attempt: Attempt) -> float:
-    return math.prod(float(POLICY[turn, reply]) for turn, reply in enumerate(attempt))
-
-
-def scores(attempt: Attempt) -> list[Vector]:
-    """Of each turn: the gradient of its reply's log-probability by the logits [TURNS * 3]."""
-    found = []
-    for turn, reply in enumerate(attempt):
-        score = np.zeros((TURNS, 3))
-        score[turn] = -POLICY[turn]
-        score[turn, reply] += 1
-        found.append(score.ravel())
-    return found
-
-
-def steps(attempt: Attempt) -> list[Step]:
-    prompt, made = [1], list[Step]()
-    for turn, reply in enumerate(attempt):
-        completion = [3 + reply] + [6] * (LENGTHS[reply] - 1)
-        step = make_step(prompt, completion)
-        cause = BreakCause.SUMMARY if turn else None  # each turn is a segment
-        made.append(replace(step, reward=float(REWARDS[turn, reply]), state_key=str(turn), break_cause=cause))
-        prompt = [*prompt, *completion, 7]
-    return made
-
-
-def reward(attempt: Attempt) -> float:
-    return float(sum(REWARDS[turn, reply] for turn, reply in enumerate(attempt)))
-
-
-BY_TURN = np.array(
-    [
-        np.sum([probability(a) * reward(a) * scores(a)[turn] for a in ATTEMPTS if len(a) > turn], axis=0)
-        for turn in range(TURNS)
-    ]
-)
-TRUE: Vector = BY_TURN.sum(0)
-"""The gradient of the expected reward, and the part of it that goes through each turn's replies."""
-
-
-def group_of(attempts: Sequence[Attempt], index: int, stale: int | None) -> Group:
+def marked(group: Group, stale: int) -> Group:
     """stale: a turn of the first attempt whose step is too old to be trained, whatever was said there."""
-    group = make_group([(steps(attempt), reward(attempt)) for attempt in attempts], index)
     first, *others = group.trajectories
-    marked = tuple(
+    steps = tuple(
         replace(step, dropped=DropReason.STALE) if turn == stale else step for turn, step in enumerate(first.steps)
     )
-    return replace(group, trajectories=(replace(first, steps=marked), *others))
+    return replace(group, trajectories=(replace(first, steps=steps), *others))
 
 
-class Update(NamedTuple):
-    """One of all possible ones. values [N]: what a value head may say of each turn. scores [S, TURNS * 3]."""
+class Everything(NamedTuple):
+    """All groups of some attempts, as one batch: an estimator that compares within groups sees each alone."""
 
-    probability: float
+    world: World
     batch: FlatBatch
-    values: Vector
-    scores: Vector
+    probability: Vector
+    size: int
+
+    def expected(self, config: AlgorithmConfig) -> Vector:
+        """The expectation [D] of a group's gradient, see `by_group`."""
+        return self.probability @ self.each(config)
+
+    def each(self, config: AlgorithmConfig) -> Vector:
+        """The gradient [G, D] of each group. Values that a value head may say are of turns."""
+        turns = np.array([int(step.state_key) for step in self.batch.steps])
+        values = (0.5 - 0.3 * turns)[self.batch.step_id]
+        return by_group(self.world, self.batch, advantages(self.batch, config, Signals(values=values)), self.size)
 
 
 @cache
-def updates(size: int, groups: int, stale: int | None) -> list[Update]:
-    found = []
-    for chosen in itertools.product(ATTEMPTS, repeat=size * groups):
-        batch = flatten([group_of(chosen[g * size : (g + 1) * size], g, stale) for g in range(groups)])
-        turns = [int(step.state_key) for step in batch.steps]
-        of_step = [scores(chosen[j])[t] for j, t in zip(batch.trajectory_of_step, turns, strict=True)]
-        values = np.array([0.5 - 0.3 * turn for turn in turns])[batch.step_id]
-        made = np.array(of_step).reshape(len(turns), TURNS * 3)
-        found.append(Update(math.prod(map(probability, chosen)), batch, values, made))
-    return found
-
-
-def expected(config: AlgorithmConfig, size: int, groups: int = 1, stale: int | None = None) -> Vector:
-    """The expectation of an update's gradient, sum_i weight_i advantage_i score_i.
-
-    With a step that is stale every token weighs 1 / size: the reduction counts what is trained.
-    """
-    total = np.zeros(TURNS * 3)
-    for update in updates(size, groups, stale):
-        weight = token_weights(update.batch, config) if stale is None else np.full(len(update.batch), 1 / size)
-        slopes = weight * advantages(update.batch, config, Signals(values=update.values))
-        total += update.probability * slopes[update.batch.step_start[:-1]] @ update.scores
-    return total
-
-
-def angle(one: Vector, other: Vector) -> float:
-    """1 - cos of the angle between them."""
-    return float(1 - one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+def everything(turns: int, size: int, start: int = 0, stale: int | None = None) -> Everything:
+    """start: turn at which all attempts begin; the replies before it are not theirs."""
+    world, groups = worlds()[turns], worlds()[turns].groups(size, start)
+    made = [world.group(attempts, index) for index, (_, attempts) in enumerate(groups)]
+    if stale is not None:
+        made = [marked(group, stale) for group in made]
+    return Everything(world, flatten(made), np.array([probability for probability, _ in groups]), size)
 
 
 SUM: dict[str, Any] = {"reduction": "seq_mean_token_sum_norm", "length_norm": 1}
 """The reduction under which a trajectory's tokens are summed and divided by a constant."""
 
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("fields", "scale"),
-    [
-        ({"advantage": "rloo"}, lambda n: 1),
-        ({"advantage": "step_return"}, lambda n: 1),
-        ({"advantage": "step_return", "advantage_options": {"scope": "segment"}}, lambda n: 1),
-        ({"advantage": "gae"}, lambda n: 1),
-        ({"advantage": "grpo", "advantage_options": {"norm_by_std": False}}, lambda n: 1 - 1 / n),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_these_are_unbiased(fields: dict[str, Any], scale: Callable[[int], float], size: int) -> None:
-    found = expected(AlgorithmConfig(**SUM, **fields), size)
-    np.testing.assert_allclose(found, scale(size) * TRUE, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("stale", range(TURNS))
-@pytest.mark.parametrize("advantage", ["rloo", "step_return"])
-def test_a_step_that_is_too_old_takes_its_own_part_of_the_gradient_and_no_other(advantage: str, stale: int) -> None:
-    """Of one attempt in two."""
-    found = expected(AlgorithmConfig(**SUM, advantage=advantage), 2, stale=stale)
-    np.testing.assert_allclose(found, TRUE - BY_TURN[stale] / 2, rtol=1e-12, atol=1e-15)
-
-
-BIASED: list[tuple[dict[str, Any], bool]] = [  # and whether the bias becomes smaller with more groups in an update
-    ({"advantage": "grpo"}, False),
-    ({"advantage": "maxrl"}, False),
-    ({"advantage": "gigpo"}, False),
-    (
-        {"advantage": "gigpo", "advantage_options": {"norm_by_std": False}},
-        False,
-    ),  # with all that met a turn as its state: by turn
-    ({"advantage": "gae", "advantage_options": {"gae_lambda": 0.5}}, False),
-    ({"advantage": "reinforce++"}, True),
-    ({"advantage": "reinforce++_baseline"}, True),
-    ({"advantage": "rloo", "reduction": "token_mean"}, True),
-    ({"advantage": "rloo", "reduction": "trajectory_mean"}, False),
-    ({"advantage": "rloo", "reduction": "step_mean"}, False),
-    ({"advantage": "rloo", "reduction": "task_mean"}, False),
-    ({"advantage": "rloo", **SUM, "scope": "step"}, True),
+UNBIASED: list[tuple[dict[str, Any], Callable[[int], float]]] = [  # and the factor for groups of n
+    ({"advantage": "rloo"}, lambda n: 1),
+    ({"advantage": "step_return"}, lambda n: 1),
+    ({"advantage": "step_return", "advantage_options": {"scope": "segment"}}, lambda n: 1),
+    ({"advantage": "gae"}, lambda n: 1),
+    ({"advantage": "grpo", "advantage_options": {"norm_by_std": False}}, lambda n: 1 - 1 / n),
 ]
 
 
+def name_of(value: object) -> str:
+    return str(value) if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("fields", "scale"), UNBIASED, ids=name_of)
+def test_these_are_unbiased(fields: dict[str, Any], scale: Callable[[int], float], size: int, turns: int) -> None:
+    found = everything(turns, size).expected(AlgorithmConfig(**SUM, **fields))
+    np.testing.assert_allclose(found, scale(size) * worlds()[turns].gradient().sum(0), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("stale", range(2))
+@pytest.mark.parametrize("advantage", ["rloo", "step_return"])
+def test_a_step_that_is_too_old_takes_its_own_part_of_the_gradient_and_no_other(advantage: str, stale: int) -> None:
+    """Of one attempt in two."""
+    found = everything(2, 2, stale=stale).expected(AlgorithmConfig(**SUM, advantage=advantage))
+    parts = worlds()[2].gradient()
+    np.testing.assert_allclose(found, parts.sum(0) - parts[stale] / 2, rtol=1e-12, atol=1e-15)
+
+
+@cache
+def sampled(turns: int, size: int) -> Everything:
+    world = worlds()[turns]
+    groups = [world.group([world.sample(place, n) for n in range(size)], place) for place in range(SAMPLED)]
+    return Everything(world, flatten(groups), np.full(SAMPLED, 1 / SAMPLED), size)
+
+
+def assert_within_errors(each: Vector, true: Vector) -> None:
+    """Assert that the mean of the gradients [G, D] is the true one within 4 standard errors, in each direction."""
+    error = each.std(0, ddof=1) / math.sqrt(len(each))
+    off = np.abs(each.mean(0) - true)
+    assert (error > 0).all() and (off <= 4 * error).all(), (off / error).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize(("fields", "scale"), UNBIASED, ids=name_of)
+def test_sampled_updates_agree(fields: dict[str, Any], scale: Callable[[int], float], turns: int) -> None:
+    each = sampled(turns, 2).each(AlgorithmConfig(**SUM, **fields))
+    assert_within_errors(each, scale(2) * worlds()[turns].gradient().sum(0))
+
+
+# Biased ones, which the documentation says by how much
+
+
+@cache
+def updates(turns: int, size: int, groups: int) -> list[tuple[float, FlatBatch]]:
+    """All updates of some groups, for what depends on the whole update."""
+    world, found = worlds()[turns], []
+    for chosen in itertools.product(world.groups(size), repeat=groups):
+        batch = flatten([world.group(attempts, index) for index, (_, attempts) in enumerate(chosen)])
+        found.append((math.prod(probability for probability, _ in chosen), batch))
+    return found
+
+
+def expected(config: AlgorithmConfig, turns: int, groups: int = 1) -> Vector:
+    """The expectation of an update's gradient, sum_i weight_i advantage_i score_i, with groups of two."""
+    world, total = worlds()[turns], np.zeros(turns * 3)
+    for probability, batch in updates(turns, 2, groups):
+        values = np.array([0.5 - 0.3 * int(step.state_key) for step in batch.steps])[batch.step_id]
+        slopes = token_weights(batch, config) * advantages(batch, config, Signals(values=values))
+        total += probability * slopes[batch.step_start[:-1]] @ world.scores(batch)
+    return total
+
+
+def _by_turn(batch: FlatBatch, signals: Signals, options: Any) -> Vector:
+    """The return to go less its mean over all attempts of the group that reached the turn, itself included."""
+    togo = returns(batch.played_rewards, batch.trajectory_of_played, 1.0)
+    group = batch.group_of_trajectory[batch.trajectory_of_played]
+    turn = np.array([int(step.state_key) for step in batch.played])
+    return grpo(togo, group * (turn.max(initial=0) + 1) + turn, norm_by_std=False)[batch.played_id]
+
+
+BY_TURN = Advantage(_by_turn, by_step=True)
+
+# The degrees that docs/algorithms.md has, for two turns and for three; and whether the bias becomes smaller with more
+# groups in an update.
+BIASED: list[tuple[dict[str, Any], str, bool]] = [
+    ({"advantage": "grpo"}, "6.6° / 21.6°", False),
+    ({"advantage": "maxrl"}, "18.2° / 28.6°", False),
+    ({"advantage": "gigpo"}, "7.7° / 24.9°", False),
+    # with all that met a turn as its state: by turn
+    ({"advantage": "gigpo", "advantage_options": {"norm_by_std": False}}, "5.6° / 9.6°", False),
+    ({"advantage": f"{__name__}:BY_TURN"}, "11.6° / 21.5°", False),
+    ({"advantage": "gae", "advantage_options": {"gae_lambda": 0.5}}, "48.3° / 58.4°", False),
+    ({"advantage": "reinforce++"}, "12.5° / 15.4°", True),
+    ({"advantage": "reinforce++_baseline"}, "11.5° / 25.7°", True),
+    ({"advantage": "rloo", "reduction": "token_mean"}, "1.9° / 6.8°", True),
+    ({"advantage": "rloo", "reduction": "trajectory_mean"}, "4.3° / 18.2°", False),
+    ({"advantage": "rloo", "reduction": "step_mean"}, "17.8° / 20.8°", False),
+    ({"advantage": "rloo", "reduction": "task_mean"}, "1.9° / 6.8°", False),
+    ({"advantage": "rloo", **SUM, "scope": "step"}, "5.4° / 9.2°", True),
+]
+
+
+def with_reduction(fields: dict[str, Any]) -> AlgorithmConfig:
+    return AlgorithmConfig(**{**({} if "reduction" in fields else SUM), **fields})
+
+
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("fields", "vanishes"), BIASED, ids=str)
+@pytest.mark.parametrize(("fields", "vanishes"), [(fields, vanishes) for fields, _, vanishes in BIASED], ids=str)
 def test_these_are_biased(fields: dict[str, Any], vanishes: bool) -> None:
-    config = AlgorithmConfig(**{**({} if "reduction" in fields else SUM), **fields})
-    one, two = (angle(expected(config, 2, groups), TRUE) for groups in (1, 2))
+    config, true = with_reduction(fields), worlds()[2].gradient().sum(0)
+    one, two = (1 - math.cos(math.radians(angle(expected(config, 2, groups), true))) for groups in (1, 2))
     assert one > 1e-4
     assert two < 0.5 * one if vanishes else two > 0.99 * one
+
+
+@pytest.mark.parametrize(("fields", "degrees"), [(fields, degrees) for fields, degrees, _ in BIASED], ids=str)
+def test_the_documentation_says_by_how_much(fields: dict[str, Any], degrees: str) -> None:
+    config = with_reduction(fields)
+    found = [angle(expected(config, turns), worlds()[turns].gradient().sum(0)) for turns in TURNS]
+    assert " / ".join(f"{each:.1f}°" for each in found) == degrees
+    assert degrees in PAGE.read_text(encoding="utf-8")
