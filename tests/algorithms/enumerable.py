@@ -1,8 +1,8 @@
 """Worlds of two and three turns in which everything that can happen is listed, with its probability.
 
-At each turn the policy guesses, one way or the other, which ends the attempt, or looks on, the last time too. Each
-reply has a reward, and they differ in length. The policy is a softmax of its own for each turn: one parameter for each
-turn and reply, D in all.
+At each turn the policy says one of three replies. Some end the attempt, with others it goes on; the last turn ends it
+anyway. Replies have rewards and differ in length. A state is what was said so far, and the policy is a softmax of its
+own in each state: one parameter for each state and reply, D in all.
 """
 
 import itertools
@@ -20,105 +20,133 @@ from treadle.core.types import BreakCause, Group, Step
 from treadle.packing.flat import FlatBatch
 
 Vector = NDArray[np.float64]
-Attempt = tuple[int, ...]
-LOOK = 2
+Said = tuple[int, ...]
+"""Replies from the first one on: a state, or an attempt."""
+REPLIES = range(3)
 LENGTHS = (1, 3, 2)  # tokens of each reply; all is decided by the first
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """policy [turns, 3]: probability of each reply. rewards [turns, 3]."""
+    """goes_on: replies after which there is another turn. policy, rewards: by state, of each reply."""
 
-    policy: Vector
-    rewards: Vector
-
-    @property
-    def turns(self) -> int:
-        return len(self.policy)
+    turns: int
+    goes_on: tuple[int, ...]
+    policy: dict[Said, tuple[float, float, float]]
+    rewards: dict[Said, tuple[float, float, float]]
 
     @cached_property
-    def attempts(self) -> list[Attempt]:
-        """All attempts, from the shortest to the longest."""
-        return [*((LOOK,) * t + (guess,) for t in range(self.turns) for guess in (0, 1)), (LOOK,) * self.turns]
+    def states(self) -> list[Said]:
+        return [state for turn in range(self.turns) for state in itertools.product(self.goes_on, repeat=turn)]
 
-    def after(self, turn: int) -> list[Attempt]:
-        """All attempts that reach a turn, counted from 0."""
-        return [attempt for attempt in self.attempts if len(attempt) > turn]
+    @cached_property
+    def attempts(self) -> list[Said]:
+        return self.after(())
 
-    def probability(self, attempt: Attempt, given: int = 0) -> float:
+    def after(self, state: Said) -> list[Said]:
+        """All attempts that reach a state."""
+        return [
+            (*end, reply)
+            for end in self.states
+            if end[: len(state)] == state
+            for reply in REPLIES
+            if self._ends(end, reply)
+        ]
+
+    def _ends(self, state: Said, reply: int) -> bool:
+        return reply not in self.goes_on or len(state) + 1 == self.turns
+
+    def probability(self, attempt: Said, given: int = 0) -> float:
         """The probability of the replies after the `given` first ones."""
-        return math.prod(float(self.policy[turn, attempt[turn]]) for turn in range(given, len(attempt)))
+        return math.prod(self.policy[attempt[:turn]][attempt[turn]] for turn in range(given, len(attempt)))
 
-    def score(self, turn: int, reply: int) -> Vector:
+    def score(self, state: Said, reply: int) -> Vector:
         """The gradient [D] of a reply's log-probability by the logits."""
-        score = np.zeros((self.turns, 3))
-        score[turn] = -self.policy[turn]
-        score[turn, reply] += 1
+        score = np.zeros((len(self.states), len(REPLIES)))
+        row = score[self.states.index(state)]
+        row -= self.policy[state]
+        row[reply] += 1
         return score.ravel()
 
-    def reward(self, attempt: Attempt) -> float:
-        return float(sum(self.rewards[turn, reply] for turn, reply in enumerate(attempt)))
+    def reward(self, attempt: Said) -> float:
+        return sum(self.rewards[attempt[:turn]][reply] for turn, reply in enumerate(attempt))
 
-    def gradient(self, start: int = 0) -> Vector:
-        """The gradient [turns, D] of the expected reward of attempts that begin at turn `start`, by the turn whose
-        replies it goes through."""
-        parts = np.zeros((self.turns, self.turns * 3))
+    def gradient(self, start: Said = ()) -> Vector:
+        """The gradient [turns, D] of the expected reward of attempts that begin in a state, by the turn whose replies
+        it goes through."""
+        parts = np.zeros((self.turns, len(self.states) * len(REPLIES)))
         for attempt in self.after(start):
-            for turn in range(start, len(attempt)):
-                weight = self.probability(attempt, start) * self.reward(attempt)
-                parts[turn] += weight * self.score(turn, attempt[turn])
+            for turn in range(len(start), len(attempt)):
+                weight = self.probability(attempt, len(start)) * self.reward(attempt)
+                parts[turn] += weight * self.score(attempt[:turn], attempt[turn])
         return parts
 
     @cached_property
-    def _steps(self) -> dict[Attempt, Step]:
+    def _steps(self) -> dict[Said, Step]:
         """The last step of each beginning of an attempt."""
-        made, prompt = {}, [1]
-        for turn in range(self.turns):
-            for reply in range(3):
-                step = make_step(prompt, [3 + reply] + [6] * (LENGTHS[reply] - 1))
-                cause = BreakCause.SUMMARY if turn else None  # each turn is a segment
-                reward = float(self.rewards[turn, reply])
-                made[(LOOK,) * turn + (reply,)] = replace(step, reward=reward, state_key=str(turn), break_cause=cause)
-            prompt = [*prompt, 3 + LOOK, *([6] * (LENGTHS[LOOK] - 1)), 7]
+        made = {}
+        for state in self.states:
+            prompt = [1]
+            for reply in state:
+                prompt = [*prompt, *_tokens(reply), 7]
+            for reply, reward in enumerate(self.rewards[state]):
+                cause = BreakCause.SUMMARY if state else None  # each turn is a segment
+                made[(*state, reply)] = replace(make_step(prompt, _tokens(reply)), reward=reward, break_cause=cause)
         return made
 
-    def steps(self, attempt: Attempt) -> list[Step]:
+    def steps(self, attempt: Said) -> list[Step]:
         return [self._steps[attempt[: turn + 1]] for turn in range(len(attempt))]
 
-    def group(self, attempts: Sequence[Attempt], index: int = 0) -> Group:
+    def group(self, attempts: Sequence[Said], index: int = 0) -> Group:
         return make_group([(self.steps(attempt), self.reward(attempt)) for attempt in attempts], index)
 
+    def state(self, step: Step) -> Said:
+        """The state in which a step was sampled, from its prompt."""
+        said = [int(one) - 3 for before, one in itertools.pairwise(step.prompt_ids) if before in (1, 7)]
+        return tuple(said)
+
     def scores(self, batch: FlatBatch) -> Vector:
-        """The score [S, D] of each trained step's first token, by its ids."""
-        table = np.array([[self.score(turn, reply) for reply in range(3)] for turn in range(self.turns)])
-        turns = [int(step.state_key) for step in batch.steps]
-        return table[turns, [int(step.completion_ids[0]) - 3 for step in batch.steps]]
+        """The score [S, D] of each trained step's first token."""
+        table = {key: self.score(key[:-1], key[-1]) for key in self._steps}
+        keys = [(*self.state(step), int(step.completion_ids[0]) - 3) for step in batch.steps]
+        return np.array([table[key] for key in keys]).reshape(len(keys), len(self.states) * len(REPLIES))
 
-    def groups(self, size: int, start: int = 0) -> list[tuple[float, tuple[Attempt, ...]]]:
-        """All groups of independent attempts from a turn on, each with its probability."""
+    def groups(self, size: int, start: Said = ()) -> list[tuple[float, tuple[Said, ...]]]:
+        """All groups of independent attempts from a state on, each with its probability."""
         chosen = itertools.product(self.after(start), repeat=size)
-        return [(math.prod(self.probability(attempt, start) for attempt in each), each) for each in chosen]
+        return [(math.prod(self.probability(attempt, len(start)) for attempt in each), each) for each in chosen]
 
-    def sample(self, place: int, attempt: int, given: Attempt = ()) -> Attempt:
+    def sample(self, place: int, attempt: int, given: Said = ()) -> Said:
         """Sample an attempt after these replies, with the draws of its address."""
-        replies = list(given)
-        while not replies or (replies[-1] == LOOK and len(replies) < self.turns):
-            seed = call_seed(0, Stream.TRAIN, 0, place, attempt, len(replies))
+        said, over = given, False
+        while not over:
+            seed = call_seed(0, Stream.TRAIN, 0, place, attempt, len(said))
             draw = float(token_uniforms(np.array([seed], np.uint64), 0)[0])
-            replies.append(int(np.searchsorted(np.cumsum(self.policy[len(replies)])[:2], draw, side="right")))
-        return tuple(replies)
+            reply = int(np.searchsorted(np.cumsum(self.policy[said])[:2], draw, side="right"))
+            said, over = (*said, reply), self._ends(said, reply)
+        return said
+
+
+def _tokens(reply: int) -> list[int]:
+    return [3 + reply] + [6] * (LENGTHS[reply] - 1)
 
 
 @cache
 def worlds() -> dict[int, World]:
     """By their number of turns."""
-    return {
-        2: World(np.array([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]]), np.array([[1.0, 0.0, 0.25], [2.0, 0.5, 1.5]])),
-        3: World(
-            np.array([[0.15, 0.25, 0.6], [0.3, 0.2, 0.5], [0.5, 0.4, 0.1]]),
-            np.array([[0.5, 0.0, 0.0], [1.0, 0.25, 0.5], [2.0, 0.0, 0.5]]),
-        ),
-    }
+    two = World(
+        2,
+        (1, 2),
+        {(): (0.4, 0.25, 0.35), (1,): (0.6, 0.3, 0.1), (2,): (0.3, 0.25, 0.45)},
+        {(): (0.25, 0.0, 0.25), (1,): (2.0, 0.5, 1.5), (2,): (0.0, 1.0, 0.25)},
+    )
+    three = World(
+        3,
+        (2,),
+        {(): (0.15, 0.25, 0.6), (2,): (0.3, 0.2, 0.5), (2, 2): (0.5, 0.4, 0.1)},
+        {(): (0.5, 0.0, 0.0), (2,): (1.0, 0.25, 0.5), (2, 2): (2.0, 0.0, 0.5)},
+    )
+    return {2: two, 3: three}
 
 
 def by_group(world: World, batch: FlatBatch, advantage: Vector, size: int) -> Vector:
@@ -127,9 +155,8 @@ def by_group(world: World, batch: FlatBatch, advantage: Vector, size: int) -> Ve
     advantage [N].
     """
     first = batch.step_start[:-1]
-    group = batch.group_id[first]
-    gradient = np.zeros((len(batch.groups), world.turns * 3))
-    np.add.at(gradient, group, (advantage[first] / size)[:, None] * world.scores(batch))
+    gradient = np.zeros((len(batch.groups), len(world.states) * len(REPLIES)))
+    np.add.at(gradient, batch.group_id[first], (advantage[first] / size)[:, None] * world.scores(batch))
     return gradient
 
 
