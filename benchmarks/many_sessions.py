@@ -24,7 +24,7 @@ import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
@@ -49,11 +49,12 @@ from treadle.record.ledger import Ledger
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import RunStore
 from treadle.report.callbacks import Callbacks
-from treadle.rollout.attempt import CallLog, Players, RolloutRunner
+from treadle.rollout.attempt import NO_PREFIXES, CallLog, Players, RolloutRunner
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.replay import Prefix
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session
 from treadle.testing import FakeEngine, FakeTrainer
@@ -172,6 +173,7 @@ class Counted:
         addresses: list[Address],
         sampling: SamplingParams | None = None,
         log: CallLog | None = None,
+        prefixes: Mapping[int, Prefix] = NO_PREFIXES,
     ) -> list[asyncio.Future[Trajectory]]:
         """Start the attempts."""
         attempts = self._runner.start(group_id, task, addresses, sampling, log)
@@ -205,6 +207,7 @@ class WorkerRunner:
         addresses: list[Address],
         sampling: SamplingParams | None = None,
         log: CallLog | None = None,
+        prefixes: Mapping[int, Prefix] = NO_PREFIXES,
     ) -> list[asyncio.Future[Trajectory]]:
         """Send the attempts of a group to one worker; return their futures."""
         names = [trajectory_id(group_id, address.attempt) for address in addresses]

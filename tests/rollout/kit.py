@@ -21,6 +21,7 @@ from treadle.rollout.agents.command import Command
 from treadle.rollout.attempt import CallLog, Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import is_driver
+from treadle.rollout.replay import Prefix
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
@@ -53,6 +54,7 @@ async def played(
     tokenizer: PlainTokenizer | None = None,
     rewards: RewardsConfig | None = None,
     log: CallLog | None = None,
+    prefix: Prefix | None = None,
     **settings: Any,
 ) -> list[Trajectory]:
     """One attempt at each task, side by side; every session must be closed afterwards."""
@@ -61,7 +63,8 @@ async def played(
     players = agents if isinstance(agents, Players) else Players(worlds or {}, agents)
     async with open_rollouts(engine, renderer, players, config, rewards or RewardsConfig()) as rollouts:
         keys = [Address(1, Stream.TRAIN, 0, number, 0) for number in range(len(tasks))]
-        running = [rollouts.start(f"g{n}", task, [keys[n]], log=log)[0] for n, task in enumerate(tasks)]
+        more = {} if prefix is None else {"prefixes": {0: prefix}}
+        running = [rollouts.start(f"g{n}", task, [keys[n]], log=log, **more)[0] for n, task in enumerate(tasks)]
         trajectories = list(await asyncio.gather(*running))
     assert not engine.open
     return trajectories

@@ -116,6 +116,11 @@ def _print_breakdown(console: Console, facts: Facts) -> None:
         ):
             parts = [f"{row[key]} {row['count']:,}" for row in facts[name] if row["split"] == split]
             console.line(f"{split:<9} {title:<13} {', '.join(parts)}")
+    if (starts := facts["starts"])["attempts"]:
+        console.line(
+            f"{starts['attempts']:,} attempts of {starts['groups']:,} groups began in the middle of recorded ones "
+            f"({starts['sources']:,}), after {starts['steps'] / starts['attempts']:.1f} steps in the mean"
+        )
     console.line()
 
 

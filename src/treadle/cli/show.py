@@ -34,10 +34,11 @@ def run_show(options: argparse.Namespace) -> int:
     console, run_path = Console(), options.run_directory
     if options.trajectory is None:
         rows, names = RunDirectory.open(run_path).ledger().newest(_NEWEST), ("trajectory", "task", "status")
-        table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
+        table = make_table(*names, "reward", "adv.", "steps", "began at", "tokens", text=names)
         for row in rows:
             texts = (row["trajectory_id"], row["task_id"], row["status"])
-            figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"), str(row["steps"]))
+            numbers = (str(row["steps"]), str(row["start_steps"]))
+            figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"), *numbers)
             style = "red" if row["failure_cause"] else ""
             table.add_row(*texts, *figures, str(row["completion_tokens"]), style=style)
         if options.json:
@@ -93,6 +94,8 @@ def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
     console.line(f"task {task['task_id']}, {kind} {task[kind]}{f', role {role}' if role else ''}")
     if task["ground_truth"] is not None:
         console.line(f"ground truth {task['ground_truth']!r}")
+    if row["start_source"] is not None:
+        console.line(f"began after {row['start_steps']} steps of {row['start_source']}, which are context: not trained")
     advantage = "" if row["advantage"] is None else f", advantage {row['advantage']:.4f}"
     unused = [step for step in row["steps"] if step["dropped"] in NOT_PLAYED]
     more = f", and {sum(len(s['tokens']) for s in unused)} in {len(unused)} that were not used" if unused else ""

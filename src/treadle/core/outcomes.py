@@ -1,7 +1,7 @@
 """Outcomes of recorded steps. Other layers record facts; the conclusions are drawn here and read everywhere else.
 
     fact                        recorded by                           reasons
-    Step.dropped                sessions                              cancelled, rejected
+    Step.dropped                sessions                              cancelled, rejected, replayed
                                 `without_summaries`, in training      masked
                                 `without_stale`, before training      stale
     Trajectory.status           the attempt's driver                  failed
@@ -12,7 +12,8 @@
 Each trajectory has two views:
 
     played    steps used by the episode, and the reward as given. Excludes `cancelled` steps, whose answers reached no
-              agent, and `rejected` ones, whose answers it discarded. Later decisions never change this view.
+              agent, and `rejected` ones, whose answers it discarded. Includes `replayed` ones, whose tokens another
+              attempt sampled. Later decisions never change this view.
     trained   steps in the loss, and the reward in the group's baseline: with shaping, and None for an attempt that is
               left out whole. A step that is dropped alone (`stale`, `masked`) still contributes its reward to the sum.
 
@@ -53,6 +54,11 @@ class TrajectoryView:
     reward: float | None
 
     @property
+    def sampled(self) -> tuple[Step, ...]:
+        """Return the steps without replayed ones, which another attempt sampled."""
+        return tuple(step for step in self.steps if step.dropped is not DropReason.REPLAYED)
+
+    @property
     def components(self) -> dict[str, float]:
         """Return the sum over steps of each component, before weights; empty without a reward."""
         steps = [] if self.reward is None else [step.given.by_name for step in self.steps]
@@ -68,15 +74,15 @@ class TrajectoryView:
     @property
     def prompt_tokens(self) -> int:
         """Return the number of prompt tokens sent: a prefix shared by three steps counts three times."""
-        return sum(step.prompt_tokens for step in self.steps)
+        return sum(step.prompt_tokens for step in self.sampled)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(step.completion_tokens for step in self.steps)
+        return sum(step.completion_tokens for step in self.sampled)
 
     @property
     def oldest_version(self) -> int | None:
-        """Return the oldest policy version that sampled any of the tokens; None without tokens."""
+        """Return the oldest policy version that sampled any of these tokens; None without tokens."""
         return min((int(versions.min()) for versions in self._versions()), default=None)
 
     @property
@@ -84,7 +90,7 @@ class TrajectoryView:
         return max((int(versions.max()) for versions in self._versions()), default=None)
 
     def _versions(self) -> Iterator[Ids]:
-        return (step.policy_versions for step in self.steps if len(step.policy_versions))
+        return (step.policy_versions for step in self.sampled if len(step.policy_versions))
 
 
 def as_played(trajectory: Trajectory) -> TrajectoryView:

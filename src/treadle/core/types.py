@@ -106,6 +106,7 @@ class DropReason(StrEnum):
     FAILED = "failed"  # its trajectory has no reward
     RESAMPLED = "resampled"  # its batch was interrupted and sampled again in full
     REFUSED = "refused"  # the learner's model cannot train its trajectory
+    REPLAYED = "replayed"  # context: a recorded step, from which its attempt goes on (`Trajectory.start`)
     CANCELLED = "cancelled"  # its caller no longer waited for the answer
     REJECTED = "rejected"  # its answer was discarded: later steps do not build on it
     MASKED = "masked"  # a summary, and `rollout.compaction.trained` is false
@@ -448,6 +449,17 @@ class Failure:
         return ", ".join(lines[-1]) if lines else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The place in a recorded attempt from which another one goes on: after its first `steps` steps.
+
+    source: id of the recorded trajectory, or its place in a file.
+    """
+
+    source: str
+    steps: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One attempt at a task: its steps in call order and its reward. `core.outcomes` draws the conclusions.
@@ -459,6 +471,8 @@ class Trajectory:
     blocked_seconds: time that its user code blocked the event loop, a second or longer at a time.
     copies: in self-play, the trajectories of the policy's other roles in the same attempt (`role`), as far as they were
     called, each with its own reward; a copy has no copies.
+    start: where the attempt began, if in the middle of a recorded one: its first `start.steps` steps are that one's,
+    replayed as context (`DropReason.REPLAYED`, never trained); None: at the beginning.
     """
 
     trajectory_id: str
@@ -474,6 +488,7 @@ class Trajectory:
     dropped: DropReason | None = None
     blocked_seconds: float = 0.0
     copies: tuple[Trajectory, ...] = ()
+    start: Start | None = None
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):

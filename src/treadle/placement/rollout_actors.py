@@ -30,9 +30,9 @@ from treadle.engines.vllm.server import ServerLost
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.rendering.chat import ChatRenderer
-from treadle.rollout.attempt import CallLog, Players, Rollouts, open_rollouts
+from treadle.rollout.attempt import NO_PREFIXES, CallLog, Players, Rollouts, open_rollouts, recorded_calls
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.replay import AnsweredCall
+from treadle.rollout.replay import AnsweredCall, Prefix
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 from treadle.workers.calls import Answer, Calls, Request, Service
@@ -157,12 +157,14 @@ class RolloutActor(Placed):
         sampling: SamplingParams | None,
         route: Actor | None,
         recorded: Sequence[AnsweredCall] | None,
+        prefix: Prefix | None,
     ) -> Trajectory:
         name = trajectory_id(group_id, address.attempt)
         self._engine.routes[name] = route
         log = None if recorded is None else WorkerLog(self._engine, name, recorded)
         try:
-            [attempt] = self._rollouts.start(group_id, task, [address], sampling, log)
+            prefixes = {} if prefix is None else {address.attempt: prefix}
+            [attempt] = self._rollouts.start(group_id, task, [address], sampling, log, prefixes)
             return await attempt
         finally:
             self._engine.forget(name)
@@ -199,12 +201,13 @@ class RolloutPool:
         addresses: list[Address],
         sampling: SamplingParams | None = None,
         log: CallLog | None = None,
+        prefixes: Mapping[int, Prefix] = NO_PREFIXES,
     ) -> list[asyncio.Future[Trajectory]]:
         """Open one session per address, now and in order, and start the attempts; return their futures."""
         attempts: list[asyncio.Future[Trajectory]] = []
         for address in addresses:
             worker = min(self._workers, key=lambda each: each.playing)
-            attempts.append(worker.start(group_id, task, address, sampling, log))
+            attempts.append(worker.start(group_id, task, address, sampling, log, prefixes.get(address.attempt)))
         return attempts
 
     async def check(self, tasks: Sequence[Task]) -> None:
@@ -242,16 +245,17 @@ async def open_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """The call log of an attempt, and its recorded calls, in the order of their answers."""
+    """The call log of an attempt, and its recorded calls, in the order of their answers. first: number of the first."""
 
     log: CallLog
     address: Address
     calls: list[AnsweredCall]
+    first: int
 
     def first_calls(self) -> list[AnsweredCall]:
         """Return the calls up to the first unrecorded one; calls may be concurrent."""
         ordered = sorted(self.calls, key=lambda call: call.number)
-        self.calls[:] = [call for number, call in enumerate(ordered) if call.number == number]
+        self.calls[:] = [call for number, call in enumerate(ordered, self.first) if call.number == number]
         return list(self.calls)
 
 
@@ -270,15 +274,22 @@ class _Worker:
         self.place = Supervised(name, lambda: Actor(name, RolloutActor, options), self._prepare, log)
 
     def start(
-        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, log: CallLog | None
+        self,
+        group_id: str,
+        task: Task,
+        address: Address,
+        sampling: SamplingParams | None,
+        log: CallLog | None,
+        prefix: Prefix | None,
     ) -> asyncio.Future[Trajectory]:
         """Open the attempt's session now, and play it."""
         name = trajectory_id(group_id, address.attempt)
         self._engine.open_session(name)
         self.playing += 1
         if log is not None:
-            self._logs[name] = _Log(log, address, list(log.recorded(address)))
-        attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling))
+            first = 0 if prefix is None else len(prefix.steps)
+            self._logs[name] = _Log(log, address, list(recorded_calls(log, address, prefix)), first)
+        attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling, prefix))
         # Also covers attempts cancelled before they begin.
         attempt.add_done_callback(partial(self._ended, name))
         return attempt
@@ -302,7 +313,13 @@ class _Worker:
         self._forget()
 
     async def _play(
-        self, name: str, group_id: str, task: Task, address: Address, sampling: SamplingParams | None
+        self,
+        name: str,
+        group_id: str,
+        task: Task,
+        address: Address,
+        sampling: SamplingParams | None,
+        prefix: Prefix | None,
     ) -> Trajectory:
         began, log = time.perf_counter(), self._logs.get(name)
         for losses in count(1):
@@ -310,7 +327,8 @@ class _Worker:
             route = self._engine.route(name) if isinstance(self._engine, Routed) else None
             recorded = None if log is None else log.first_calls()
             try:
-                played: Trajectory = await self.place.call("play", group_id, task, address, sampling, route, recorded)
+                call = (group_id, task, address, sampling, route, recorded, prefix)
+                played: Trajectory = await self.place.call("play", *call)
                 return played
             except WorkerLost as error:
                 if losses == 1 and log is not None:

@@ -149,7 +149,7 @@ class Ledger(LedgerReader):
             db.execute("DELETE FROM open_steps")
 
     def keep_calls(self, first: Mapping[AttemptKey, int]) -> None:
-        """Keep only the first calls of attempts in progress. first: number of calls to keep per attempt."""
+        """Keep only the first calls of attempts in progress. first: number of the first call to drop, per attempt."""
         with self.transaction() as db:
             kept = json.dumps([(*key, count) for key, count in first.items()])
             epoch, position, attempt, count = (f"json_extract(value, '$[{n}]')" for n in range(4))
@@ -344,6 +344,8 @@ def _trajectory_row(group: Group, t: Trajectory, shard: str, split: str) -> dict
         "components": json.dumps(played.components),
         "failure_traceback": failure.traceback if failure else None,
         "blocked_seconds": t.blocked_seconds,
+        "start_source": t.start.source if t.start else None,
+        "start_steps": t.start.steps if t.start else 0,
     }
 
 

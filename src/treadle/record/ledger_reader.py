@@ -12,8 +12,9 @@ from typing import Any
 
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import MANIFEST, WrittenFile, sha256_of
+from treadle.core.types import DropReason
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """`schema_version` in config.yaml, `user_version` of the ledger."""
 
 LEDGER = "ledger.sqlite"
@@ -225,7 +226,8 @@ class LedgerReader:
         columns = {"steps": "count", "prompt_tokens": "prompt_tokens", "completion_tokens": "completion_tokens"}
         states = self.step_states()
         for row in rows:
-            row |= {k: sum(s[column] for s in states if s["split"] == row["split"]) for k, column in columns.items()}
+            own = [s for s in states if s["split"] == row["split"] and s["reason"] != DropReason.REPLAYED]
+            row |= {k: sum(s[column] for s in own) for k, column in columns.items()}
         return rows
 
     def step_states(self) -> list[Row]:
@@ -268,6 +270,13 @@ class LedgerReader:
             "FROM trajectories WHERE blocked_seconds > 0"
         )[0]
 
+    def starts(self) -> Row:
+        """Return counts of the attempts that began in the middle of a recorded one, and of their replayed steps."""
+        return self.query(
+            "SELECT count(*) AS attempts, count(DISTINCT group_id) AS groups, total(start_steps) AS steps, "
+            "count(DISTINCT start_source) AS sources FROM trajectories WHERE start_source IS NOT NULL"
+        )[0]
+
     def warnings(self) -> list[Row]:
         return self.query(
             "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
@@ -295,7 +304,8 @@ class LedgerReader:
     def newest(self, count: int) -> list[Row]:
         return self.query(
             "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
-            "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
+            "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message, t.start_source, "
+            "t.start_steps "
             "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
             count,
         )

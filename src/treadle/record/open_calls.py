@@ -88,8 +88,8 @@ class OpenCalls:
 def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) -> dict[AttemptKey, list[AnsweredCall]]:
     """Return the calls that a run resumed at version `newest` continues with, by attempt; the others are forgotten.
 
-    These are an attempt's first calls, up to one that is missing or newer, because those weights were lost; none of an
-    attempt with tokens older than `oldest`. repeats: whether the run samples everything again instead.
+    These are an attempt's first calls after its prefix, up to one that is missing or newer, because those weights were
+    lost; none of an attempt with tokens older than `oldest`. repeats: whether the run samples everything again instead.
     """
     restored: dict[AttemptKey, list[AnsweredCall]] = {}
     for row in [] if repeats else ledger.open_calls():
@@ -97,11 +97,11 @@ def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) ->
         call = AnsweredCall(row["call"], row["request"], completion_of(row["tokens"]))
         calls = restored.setdefault(key, [])
         versions = [span.version for span in call.completion.policy_versions]
-        if call.number == len(calls) and max(versions) <= newest:
+        if (not calls or call.number == calls[-1].number + 1) and max(versions) <= newest:
             calls.append(call)
     for key in [key for key, calls in restored.items() if not calls or _oldest(calls) < oldest]:
         del restored[key]
-    ledger.keep_calls({key: len(calls) for key, calls in restored.items()})
+    ledger.keep_calls({key: calls[-1].number + 1 for key, calls in restored.items()})
     return restored
 
 

@@ -21,7 +21,7 @@ from treadle.core.outcomes import as_played, reason_on_record
 from treadle.core.rewards import NUMBER, is_reward
 from treadle.core.text import json_problem, read_json
 from treadle.core.trainer import Conversation
-from treadle.core.types import Failure, Message, Status, Step, Task, Trajectory
+from treadle.core.types import Failure, Message, Start, Status, Step, Task, Trajectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.training.demonstrations import checked_demonstration, demonstrated_calls
@@ -235,4 +235,5 @@ def trajectory_on_record(row: Mapping[str, Any], task_id: str, steps: Sequence[S
         metrics=Measures.from_json(json.loads(row["metrics"])),
         dropped=reason_on_record(row["reward"], row["trained_reward"]),
         blocked_seconds=row["blocked_seconds"],
+        start=Start(row["start_source"], row["start_steps"]) if row["start_source"] is not None else None,
     )

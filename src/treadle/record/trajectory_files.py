@@ -27,7 +27,7 @@ from treadle.core.errors import Cause, ConfigError, DataError, RunError, Treadle
 from treadle.core.files import new_directory, refusal
 from treadle.core.outcomes import was_played
 from treadle.core.text import read_json
-from treadle.core.types import Failure, Status, Task, Trajectory
+from treadle.core.types import Failure, Start, Status, Task, Trajectory
 from treadle.record.atif import as_atif, from_atif, is_atif
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged
 from treadle.record.rollout_store import STEP_SCHEMA, step_of, step_row
@@ -53,7 +53,8 @@ _SCHEMA = pa.schema(
         "components": pa.map_(pa.string(), pa.float64()),
         **dict.fromkeys(("status", "failure", "warning"), pa.string()),
         "seconds": pa.float64(),
-        **dict.fromkeys(("vocabulary", "model"), pa.string()),
+        **dict.fromkeys(("vocabulary", "model", "start_source"), pa.string()),
+        "start_steps": pa.int32(),
         "steps": pa.list_(pa.struct([*_STEPS, ("prompt", pa.string()), ("completion", pa.string())])),
     }
 )
@@ -87,6 +88,8 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "") 
         "seconds": t.seconds,
         "vocabulary": recorded.vocabulary,
         "model": model,
+        "start_source": t.start.source if t.start else None,
+        "start_steps": t.start.steps if t.start else 0,
         "steps": [
             {
                 **{name: _plain(value) for name, value in step_row(step).items() if name not in _ROUTING},
@@ -226,6 +229,7 @@ def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
         failure=Failure(Cause(failure["cause"]), failure["message"], failure["traceback"]) if failure else None,
         warning=row["warning"],
         seconds=row["seconds"],
+        start=Start(row["start_source"], row["start_steps"]) if row.get("start_source") is not None else None,
     )
     return RecordedTrajectory(where, row["split"], row["group_id"], Task(**task), trajectory, row["vocabulary"])
 

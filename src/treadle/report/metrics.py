@@ -41,6 +41,9 @@ COMPACTIONS = _mean("compactions_mean", "compactions", "a summary took the place
 SUMMARY_TOKENS = _mean("summary_tokens_mean", "tokens", "sampled in summaries that `rollout.compaction` asked for")
 TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
 ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
+STARTS = _mean("starts", "share", "began in the middle of a recorded attempt, if any did")
+START_STEPS = _mean("start_steps_mean", "steps", "replayed before those attempts' own")
+WHOLE_SUCCESS = _mean("whole_success", "share", "success of the other attempts of such an update")
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
 ROLE_REWARD = _mean("role/*/reward_mean", "", "reward in another role of the policy (self-play)")
 ROLE_STEPS = _mean("role/*/steps_mean", "steps", "LLM calls in that role, of attempts with any")
@@ -157,7 +160,7 @@ def trajectory_metrics(
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
-    versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
+    versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).sampled]
     token_staleness = [version - sampled_by for part in versions for sampled_by in part.tolist()]
     return (
         _graded_metrics(graded, success_at, success_of, version)
@@ -165,7 +168,17 @@ def trajectory_metrics(
         + _attempt_metrics(everyone)
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
-        + measured("step", {REPEATED: [_repeats(step.completion_ids) for t in everyone for step in t.steps]})
+        + measured(
+            "step",
+            {
+                REPEATED: [
+                    _repeats(s.completion_ids)
+                    for t in everyone
+                    for s in t.steps
+                    if s.dropped is not DropReason.REPLAYED
+                ]
+            },
+        )
         + _task_metrics(groups, attempts, success_at, success_of)
         + environment_metrics(everyone)
         + _role_metrics(everyone)
@@ -211,7 +224,7 @@ def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of:
     rewards = [view.reward for view in views if view.reward is not None]
     steps, tokens = [len(view.steps) for view in views], [view.completion_tokens for view in views]
     staleness, of_trained = _staleness(views, version), _staleness(map(as_trained, graded), version)
-    sampled_by = [{int(v) for step in view.steps for v in step.policy_versions} for view in views]
+    sampled_by = [{int(v) for step in view.sampled for v in step.policy_versions} for view in views]
     values: dict[Metric, Sequence[float]] = {
         REWARD_MEAN: rewards,
         REWARD_POSITIVE: [reward > 0 for reward in rewards],
@@ -222,7 +235,7 @@ def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of:
         COMPLETION_TOKENS_MAX: tokens,
         PROMPT_TOKENS_MEAN: [view.prompt_tokens for view in views],
         COMPACTIONS: [sum(step.break_cause is BreakCause.SUMMARY for step in view.steps) for view in views],
-        SUMMARY_TOKENS: [sum(len(step.completion_ids) for step in view.steps if step.summary) for view in views],
+        SUMMARY_TOKENS: [sum(len(step.completion_ids) for step in view.sampled if step.summary) for view in views],
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
         ONE_VERSION: [len(versions) == 1 for versions in sampled_by if versions],
@@ -231,8 +244,20 @@ def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of:
         TRAJECTORY_SECONDS: [t.seconds for t in graded],
         ENGINE_SHARE: [t.engine_seconds / t.seconds for t in graded if t.seconds > 0],
         **shares(LAST_STOP, StopReason, [view.steps[-1].stop_reason for view in views if view.steps]),
+        **_start_metrics(graded, success_at, success_of),
     }
     return measured("trajectory", values) + measured("run", {VERSIONS: [len(set().union(*sampled_by))]})
+
+
+def _start_metrics(
+    graded: Sequence[Trajectory], success_at: float, success_of: str | None
+) -> dict[Metric, Sequence[float]]:
+    """Return metrics of attempts that began in the middle of a recorded one; empty if none did."""
+    begun = [t.start.steps for t in graded if t.start is not None]
+    if not begun:
+        return {}
+    whole = [_success(t, success_at, success_of) for t in graded if t.start is None]
+    return {STARTS: [t.start is not None for t in graded], START_STEPS: begun, WHOLE_SUCCESS: whole}
 
 
 def _repeats(ids: Ids) -> bool:

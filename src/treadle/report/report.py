@@ -46,6 +46,7 @@ def report_of(record: Record, track: Track = iter) -> dict[str, Any]:
         "steps": ledger.step_states(),
         "statuses": ledger.statuses(),
         "stop_reasons": ledger.stop_reasons(),
+        "starts": ledger.starts(),
         "failures": _by_cause(ledger.failures()),
         "blocked": ledger.blocked(),
         "warnings": ledger.warnings(),

@@ -32,12 +32,13 @@ from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.other_models import OPEN_MODELS, AttemptModels, MakeModel, OtherModel, open_models
-from treadle.rollout.replay import AnsweredCall, Replay
+from treadle.rollout.replay import AnsweredCall, Prefix, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
 _CANCELLED = "the attempt was cancelled from within, by its driver"
+NO_PREFIXES: Mapping[int, Prefix] = MappingProxyType({})
 CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # address of drivers' checks, and token limit of their calls
 
 
@@ -74,7 +75,7 @@ class CallLog(Protocol):
     """Keeps the answered calls of unfinished attempts, in case the run is killed."""
 
     def recorded(self, address: Address) -> Sequence[AnsweredCall]:
-        """Take the recorded first calls of an attempt, without a gap."""
+        """Take the recorded first calls of an attempt after its prefix, without a gap."""
 
     def add(self, address: Address, call: AnsweredCall) -> Awaitable[None]:
         """Make a call durable, whether or not it is waited for. Raises RunError."""
@@ -86,8 +87,21 @@ class CallLog(Protocol):
         """Forget an attempt's calls after its replay diverged. player: `environment 'lookup'`."""
 
 
+def recorded_calls(log: CallLog, address: Address, prefix: Prefix | None) -> Sequence[AnsweredCall]:
+    """Take the recorded calls of an attempt; none if it had another prefix."""
+    recorded, first = log.recorded(address), 0 if prefix is None else len(prefix.steps)
+    if recorded and recorded[0].number != first:
+        log.forget(address)
+        return ()
+    return recorded
+
+
 class RolloutRunner(Protocol):
-    """Plays attempts at tasks. sampling: as used in training. log: for attempts continued by a resumed run."""
+    """Plays attempts at tasks.
+
+    sampling: as used in training. log: for attempts continued by a resumed run. prefixes: recorded steps with which
+    attempts begin, by number of the attempt; only given if there are any.
+    """
 
     sampling: SamplingParams
 
@@ -98,6 +112,7 @@ class RolloutRunner(Protocol):
         addresses: list[Address],
         sampling: SamplingParams | None = None,
         log: CallLog | None = None,
+        prefixes: Mapping[int, Prefix] = NO_PREFIXES,
     ) -> list[asyncio.Future[Trajectory]]: ...
 
 
@@ -118,18 +133,32 @@ class _Attempt:
         self.user.models = AttemptModels(models, session, spec.address) if models else None
 
     async def replay(self) -> Trajectory | None:
-        """Play it as `play` does; return None if it diverges from its recorded calls."""
+        """Play it as `play` does; return None if it diverges from its recorded calls, or ends within its prefix."""
         playing, replay = self.play(), self.spec.replay
         if replay is None or not replay.count:
             return await playing
         task = asyncio.ensure_future(playing)
         replay.on_divergence = task.cancel
         try:
-            return await task
+            played = await task
+            if replay.first and played.failure is None and len(played.steps) <= replay.first:
+                replay.diverged_at, replay.lost_start = len(played.steps), True
+                return None
+            return played
         except asyncio.CancelledError:
             if replay.diverged_at is None or ((current := asyncio.current_task()) and current.cancelling()):
                 raise
             return None
+
+    @property
+    def divergence(self) -> str:
+        """What to record of an attempt that diverged from its prefix; "" if it diverged from its own calls."""
+        if self.spec.replay is None or not self.spec.replay.lost_start:
+            return ""
+        return (
+            f"{self.user.name} did not repeat its observations when the steps of a recorded attempt were replayed: it "
+            "is not deterministic, or was changed; the attempt began at step 0 (replayable = False on it: no starts)"
+        )
 
     async def play(self) -> Trajectory:
         started = time.perf_counter()
@@ -170,7 +199,9 @@ class _Attempt:
 
     def _trajectory(self, name: str, steps: tuple[Step, ...], outcome: Outcome, seconds: float) -> Trajectory:
         ended, number = (outcome.reward, outcome.status, outcome.failure), self.spec.address.attempt
-        return Trajectory(name, self.task.task_id, number, steps, *ended, seconds=seconds)
+        prefix = self.spec.replay.prefix if self.spec.replay else None
+        start = prefix.start if prefix else None
+        return Trajectory(name, self.task.task_id, number, steps, *ended, seconds=seconds, start=start)
 
 
 class Rollouts:
@@ -201,15 +232,18 @@ class Rollouts:
         addresses: list[Address],
         sampling: SamplingParams | None = None,
         log: CallLog | None = None,
+        prefixes: Mapping[int, Prefix] = NO_PREFIXES,
     ) -> list[asyncio.Future[Trajectory]]:
         """Open one session per address, now and in order, and start the attempts; return their futures.
 
-        sampling: default: as used in training. Opening is immediate so that a lock-step engine knows of every attempt
-        before the first one calls it.
+        sampling: default: as used in training. An attempt whose player is not replayable begins without its prefix, and
+        so does one whose player does not repeat the recorded requests (`Trajectory.warning`). Opening is immediate so
+        that a lock-step engine knows of every attempt before the first one calls it.
         """
         driver = self._drivers[task.player]
-        log = log if log is not None and driver.replays(task) else None
-        specs = [self._spec(group_id, a, sampling or self.sampling, log) for a in addresses]
+        if (log is not None or prefixes) and not driver.replays(task):
+            log, prefixes = None, NO_PREFIXES
+        specs = [self._spec(group_id, a, sampling or self.sampling, log, prefixes.get(a.attempt)) for a in addresses]
         futures: list[asyncio.Future[Trajectory]] = []
         for attempt in [self._open(driver, task, spec) for spec in specs]:
             future = asyncio.ensure_future(self._play(attempt, log))
@@ -239,11 +273,18 @@ class Rollouts:
         return []
 
     def _spec(
-        self, group_id: str, address: Address, sampling: SamplingParams, log: CallLog | None = None
+        self,
+        group_id: str,
+        address: Address,
+        sampling: SamplingParams,
+        log: CallLog | None = None,
+        prefix: Prefix | None = None,
     ) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)
         prompt, whole = self.config.max_input_tokens, self.config.max_total_tokens
-        replay = None if log is None else Replay(log.recorded(address), partial(log.add, address))
+        replay = None if prefix is None else Replay(prefix=prefix)
+        if log is not None:
+            replay = Replay(recorded_calls(log, address, prefix), partial(log.add, address), prefix)
         return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, whole, replay)
 
     def _open_session(self, driver: AttemptDriver[Any], spec: SessionSpec) -> Session:
@@ -260,30 +301,33 @@ class Rollouts:
         If it diverges from its recorded calls (`Replay.diverged_at`), it is played again without them.
         """
         OPEN_MODELS.set({**OPEN_MODELS.get(), **self._models})  # in this attempt's task
+        warning = ""
         try:
             async with attempt.driver.place():
-                played = await attempt.replay()
-                if played is None:
-                    assert log is not None
-                    attempt = self._restart(attempt, log)
-                    try:
-                        played = await attempt.play()
-                    finally:
-                        attempt.session.close()
+                try:
+                    while (played := await attempt.replay()) is None:
+                        warning = warning or attempt.divergence
+                        attempt = self._restart(attempt, log)
+                finally:
+                    attempt.session.close()
+            if warning:
+                played = replace(played, warning="; ".join(filter(None, (played.warning, warning))))
             return await self._shaped(attempt, self._shaper.apply_weights(played))
         finally:
             attempt.user.release()
 
-    def _restart(self, diverged: _Attempt, log: CallLog) -> _Attempt:
-        spec, user = diverged.spec, diverged.user
-        assert spec.replay is not None
-        if spec.replay.is_outdated:
+    def _restart(self, diverged: _Attempt, log: CallLog | None) -> _Attempt:
+        """Open it again without the recorded calls from which it diverged: its prefix's, or its own."""
+        spec, user, replay = diverged.spec, diverged.user, diverged.spec.replay
+        assert replay is not None
+        if log is not None and (replay.is_outdated or replay.lost_start):
             log.forget(spec.address)
-        else:
-            log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
+        elif log is not None:
+            log.restarted(spec.address, user.name, f"{user.attempt}, call {replay.diverged_at}")
         diverged.session.close()
         user.release()
-        fresh = replace(spec, replay=Replay((), partial(log.add, spec.address)))
+        keep = None if log is None else partial(log.add, spec.address)
+        fresh = replace(spec, replay=Replay((), keep, None if replay.lost_start else replay.prefix))
         attempt = self._open(diverged.driver, diverged.task, fresh)
         attempt.user.measured = user.measured
         return attempt

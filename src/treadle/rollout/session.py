@@ -54,7 +54,7 @@ class SessionSpec:
 
     name: the trajectory's id, and the engine's name of the session. sampling: parameters of every call.
     max_input_tokens: longest prompt. max_total_tokens: limit after which no calls are made (`computed_tokens`); 0:
-    none. replay: recorder of answered calls, with those already recorded.
+    none. replay: recorder of answered calls, with those already recorded, and the prefix with which it begins.
     """
 
     name: str
@@ -178,6 +178,7 @@ class Session:
         self._order = asyncio.Lock()  # serializes rendering: first come, first served
         self._calls = calls or Calls(spec.name)
         self._steps: dict[int, Step] = {}  # by call number
+        self._replayed: set[int] = set()  # numbers of the prefix's steps
         self._first: dict[Record, int] = {}  # number of the call that began the reply's conversation
         if calls is None:
             spec.engine.open_session(spec.name)
@@ -255,11 +256,12 @@ class Session:
 
     def set_delivered(self, number: int, delivered: bool) -> None:
         """Record whether call `number`'s answer reached the agent; if not, its step is never trained."""
-        self._drop(number, None if delivered else DropReason.CANCELLED)
+        kept = DropReason.REPLAYED if number in self._replayed else None
+        self._drop(number, kept if delivered else DropReason.CANCELLED)
 
     def reject(self, number: int) -> None:
         """Record that call `number`'s answer was discarded: its step is neither trained nor counted as played."""
-        if self._steps[number].dropped is None:
+        if self._steps[number].dropped in (None, DropReason.REPLAYED):
             self._drop(number, DropReason.REJECTED)
 
     def _drop(self, number: int, reason: DropReason | None) -> None:
@@ -323,6 +325,18 @@ class Session:
         self, number: int, prompt: Prompt, options: CallOptions, grammar: str
     ) -> tuple[Step, str, str | None]:
         """Return step, text and stop string of a call."""
+        context = await self._spec.replay.context(number, prompt.ids) if self._spec.replay else None
+        if context is None:
+            step = await self._sampled(number, prompt, options, grammar)
+        else:
+            step = self._steps[number] = _as_context(context, prompt)
+            self._replayed.add(number)
+        text = self.renderer.text(step.completion_ids)
+        end, stop = min(((text.index(s), s) for s in step.sampling.stop if s in text), default=(len(text), None))
+        return step, text[:end], stop
+
+    async def _sampled(self, number: int, prompt: Prompt, options: CallOptions, grammar: str) -> Step:
+        """Sample and record a call, or take its answer from the record of the attempt itself."""
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
         if grammar:
             sampling = replace(sampling, grammar=grammar)
@@ -378,9 +392,7 @@ class Session:
             raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error
         if replay and recorded is None:
             replay.keep(AnsweredCall(number, request, completion))
-        text = self.renderer.text(step.completion_ids)
-        end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
-        return step, text[:end], stop
+        return step
 
     async def _check_version(self, number: int, completion: Completion) -> None:
         """Raise EngineError if an engine that pins sessions has lost the version of earlier calls. An
@@ -437,6 +449,24 @@ class Session:
                 for i, c in enumerate(calls)
             ]
         return message
+
+
+def _as_context(step: Step, prompt: Prompt) -> Step:
+    """Return a recorded step as context of another attempt, whose environment rewards it anew."""
+    return replace(
+        step,
+        dropped=DropReason.REPLAYED,
+        break_cause=prompt.break_cause,
+        reward=0.0,
+        shaping=0.0,
+        given=Reward(),
+        state_key="",
+        started=time.time(),
+        seconds=0.0,
+        waited=None,
+        withheld=0,
+        chat=None,
+    )
 
 
 async def _off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -30,7 +30,8 @@ from treadle.core.types import (
     Trajectory,
     trajectory_id,
 )
-from treadle.rollout.attempt import CallLog
+from treadle.rollout.attempt import NO_PREFIXES, CallLog
+from treadle.rollout.replay import Prefix
 from treadle.rollout.session import Address
 
 
@@ -143,6 +144,7 @@ class FakeRunner:
         addresses: list[Address],
         sampling: SamplingParams | None = None,
         log: CallLog | None = None,
+        prefixes: Mapping[int, Prefix] = NO_PREFIXES,
     ) -> list[asyncio.Future[Trajectory]]:
         return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
 

@@ -24,7 +24,10 @@ _QUESTION = 240  # maximum length of a question in the table
 
 
 class Attempt(BaseModel):
-    """A row of a trajectory table. states: number of its steps by outcome, `{"dropped: stale": 2}`."""
+    """A row of a trajectory table. states: number of its steps by outcome, `{"dropped: stale": 2}`.
+
+    start_source, start_steps: the recorded attempt in whose middle it began, if any, and the steps replayed from it.
+    """
 
     trajectory_id: str
     attempt: int
@@ -40,6 +43,8 @@ class Attempt(BaseModel):
     failure_message: str | None
     warning: str
     states: dict[str, int]
+    start_source: str | None
+    start_steps: int
 
 
 class GroupRow(BaseModel):
@@ -152,6 +157,7 @@ REASONS: Mapping[DropReason, Explanation] = {
     DropReason.CANCELLED: _dropped(
         "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
     ),
+    DropReason.REPLAYED: _dropped("another attempt sampled it; this one began after it, and its tokens are context."),
     DropReason.REJECTED: _dropped("its answer was discarded; later steps do not build on it."),
     DropReason.MASKED: _dropped("it is a summary, and `rollout.compaction.trained` is false.", "rollout.compaction"),
     DropReason.STALE: _dropped(

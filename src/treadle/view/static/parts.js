@@ -73,7 +73,7 @@ export function AttemptCell({run, attempt, here = false, lowest = 0, highest = 1
   const failed = attempt.reward === null;
   const span = Math.max(highest, 1) - Math.min(lowest, 0);
   const share = failed ? 0 : (attempt.reward - Math.min(lowest, 0)) / span;
-  const dropped = Object.keys(attempt.states).some((name) => name.startsWith("dropped"));
+  const dropped = Object.keys(attempt.states).some((name) => name.startsWith("dropped") && name !== "dropped: replayed");
   const title = `${attempt.trajectory_id}: ${attempt.failure_message ? `failed: ${attempt.failure_message}` : failed ? attempt.status : `reward ${figure(attempt.reward)}`}` +
     `${attempt.advantage === null ? "" : `, advantage ${signed(attempt.advantage)}`}, ${Object.entries(attempt.states)
       .map(([state, count]) => `${count} ${state}`).join(", ")}`;
