@@ -197,7 +197,7 @@ EXTRAS = {
     "rollout/agents": "train",
     "rollout/chat_endpoint.py": "train",
     "rollout/gateway": "train",
-    "tinker": "train",
+    "tinker": "tinker",
     "training": "train",
     "view": "view",
 }
@@ -210,7 +210,7 @@ ELSEWHERE = (
     "recipes/agents/with_anthropic.py",
     "recipes/build_tokenizer.py",
 )
-DISTRIBUTIONS = {"yaml": "pyyaml", "faiss": "faiss-cpu"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "faiss": "faiss-cpu", "google": "protobuf"}
 # What is part of another package's interface -> that package
 PART_OF = {"starlette": "fastapi", "pydantic-core": "pydantic", "h11": "uvicorn", "omegaconf": "skyrl-gym"}
 USED_IF_INSTALLED = {("rollout/agents", "anthropic")}  # by users of that client

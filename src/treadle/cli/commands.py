@@ -345,6 +345,7 @@ def _add_serve(commands: Commands) -> None:
     parser.add_argument("--parser", default="auto", help="parser of replies: a registered name or module:function")
     parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
     parser.add_argument("--record", type=Path, metavar="DIR", help="record calls and rewards in this run directory")
+    parser.add_argument("--tinker", action="store_true", help="serve training and sampling to Tinker's SDK instead")
     add_shared(parser, "overrides")
 
     parser = add_command(commands, "view", "serve:run_view", "show runs in the browser", _VIEW_EXAMPLES)

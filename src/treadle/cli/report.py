@@ -80,6 +80,7 @@ def _print(console: Console, facts: Facts) -> None:
     _print_packing(console, facts["packing"])
     _print_relations(console, facts["relations"])
     _print_compactions(console, facts["compactions"])
+    _print_optimizer_steps(console, facts["optimizer_steps"])
     problems = [
         f"{what}, not counted: {', '.join(facts[f'{what}_shards'])}"
         for what in ("missing", "damaged")
@@ -191,6 +192,14 @@ def _print_compactions(console: Console, rows: Sequence[Facts]) -> None:
     table = make_table(*columns, title=title, text=("split",))
     names = ("trajectories", "compactions", "read", "read_without", "computed", "computed_without")
     _print_figures(console, table, rows, "split", names)
+
+
+def _print_optimizer_steps(console: Console, rows: Sequence[Facts]) -> None:
+    if not rows:
+        return
+    names = ("steps", "datums", "tokens", "targets", "attributed")
+    table = make_table("model", *names, title="trained by clients of --tinker", text=("model",))
+    _print_figures(console, table, rows, "model", names)
 
 
 def _print_last_update(console: Console, row: Facts | None, updates: int) -> None:

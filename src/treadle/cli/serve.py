@@ -56,6 +56,10 @@ class ServeConfig(Config):
 
 
 def run_serve(options: argparse.Namespace) -> int:
+    if options.tinker:
+        from treadle.cli.tinker import run_tinker
+
+        return run_tinker(options)
     config = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides)
     model, began = model_to_serve(options)
     _check(options, config.engine)

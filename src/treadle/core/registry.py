@@ -26,6 +26,7 @@ _BRINGS = {  # import name -> distribution in an extra that provides it
     "starlette": "fastapi",
     "huggingface_hub": "transformers",
     "faiss": "faiss-cpu",
+    "google": "protobuf",
     "skyrl_gym": "skyrl-gym",
     "omegaconf": "skyrl-gym",
     "reasoning_gym": "reasoning-gym",

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -31,7 +32,7 @@ _SHARD = 256  # calls
 
 
 @dataclass(slots=True)
-class _Attempt:
+class Attempt:
     """A trajectory that may continue. index: of the group of attempts at its task. steps: by number of the call."""
 
     ident: str
@@ -85,16 +86,24 @@ class Recording:
         self._ledger.close()
         self._run.close()
 
-    def begin(self, task_id: str = "") -> _Attempt:
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a line of metrics."""
+        self._run.log(row)
+
+    def rewrite_log(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace all lines of metrics."""
+        self._run.rewrite_log(rows)
+
+    def begin(self, task_id: str = "") -> Attempt:
         ident = f"{self._prefix}-{self.trajectories:06d}"
         self.trajectories += 1
         if not task_id:
-            return _Attempt(ident, ident, next(self._indices), 0)
+            return Attempt(ident, ident, next(self._indices), 0)
         index, attempts = self._tasks.get(task_id) or (next(self._indices), 0)
         self._tasks[task_id] = index, attempts + 1
-        return _Attempt(ident, task_id, index, attempts)
+        return Attempt(ident, task_id, index, attempts)
 
-    def record(self, attempt: _Attempt, changed: Iterable[int]) -> None:
+    def record(self, attempt: Attempt, changed: Iterable[int]) -> None:
         """Record an attempt. changed: numbers of new and changed calls. Raises ApiError if the disk refuses."""
         try:
             if self._unsettled >= _SHARD:
@@ -131,8 +140,8 @@ class Recorder:
     def __init__(self, recording: Recording, task_id: str | None = None) -> None:
         self._recording = recording
         self._whole = None if task_id is None else recording.begin(task_id)
-        self._begun: dict[int, _Attempt] = {}  # by first call of the conversation
-        self._attempts: dict[int, _Attempt] = {}  # of each recorded call
+        self._begun: dict[int, Attempt] = {}  # by first call of the conversation
+        self._attempts: dict[int, Attempt] = {}  # of each recorded call
 
     @property
     def ident(self) -> str:

@@ -329,6 +329,9 @@ class RunDirectory:
     def log(self, row: Mapping[str, Any]) -> None:
         _append(self.metrics_file, row)
 
+    def rewrite_log(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        _write(self.metrics_file, rows)
+
     def log_interval(self, row: Mapping[str, Any]) -> None:
         _append(self.intervals_file, row)
 

@@ -54,10 +54,21 @@ def report_of(record: Record, track: Track = iter) -> dict[str, Any]:
         **count_tokens(record, decode, no_tokenizer, track),
         "metrics_problem": log.problem(saved),
         "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
+        "optimizer_steps": _by_model(row for row in log.rows if row["kind"] == "optim_step"),
         "table_by": config["data"]["table_by"],
         "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
         "latest_checkpoint": latest[0] if latest else None,
     }
+
+
+def _by_model(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the steps of each model of a Tinker server trained, in all, and their last figures."""
+    models: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        before = models.get(row["model"], {})
+        sums = {name: before.get(name, 0) + row[name] for name in ("datums", "tokens", "targets", "attributed")}
+        models[row["model"]] = {"model": row["model"], "steps": row["step"], **sums, "grad_norm": row["grad_norm"]}
+    return list(models.values())
 
 
 def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class Samples:
     sequences: Sequence[Sampled]
     prompt_logprobs: Floats | None = None
     prompt_top: TopTokens | None = None
-    target_logprobs: Floats | None = None
+    target_logprobs: Floats | Sparse | None = None
 
 
 @dataclass(frozen=True, slots=True)

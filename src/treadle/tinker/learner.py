@@ -183,14 +183,21 @@ class TrainedModel:
             self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm}
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimizer to a directory, complete or not at all; pending gradients are not saved.
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether gradients wait for an optimizer step."""
+        with self._turn:
+            return any(parameter.grad is not None for parameter in self._parameters)
+
+    def save(self, directory: Path, optimizer: bool = True) -> None:
+        """Write weights, and the optimizer, to a directory, complete or not at all; pending gradients are not saved.
 
         The directory is an adapter in peft's format, as of `treadle export`. An existing one is replaced. Raises
         CheckpointError.
         """
         with self._turn:
-            write_adapter(directory, self.model, self._tokenizer, optimizer_tensors(self._optimizer, self.model))
+            moments = optimizer_tensors(self._optimizer, self.model) if optimizer else {}
+            write_adapter(directory, self.model, self._tokenizer, moments)
 
     def load(self, directory: Path, optimizer: bool) -> None:
         """Continue from a directory that `save` wrote, with its optimizer or a new one; pending gradients are dropped.

@@ -82,7 +82,9 @@ class Models:
         self._plain = Version("base", adapted(base, Adapter(1), 0))
 
     @classmethod
-    def open(cls, path: Path, *, budget: int = 8192, cache_gib: float = 4.0, kept: int = 3) -> Models:
+    def open(
+        cls, path: Path, *, device: str = "cpu", budget: int = 8192, cache_gib: float = 4.0, kept: int = 3
+    ) -> Models:
         """Load a base with its tokenizer from a directory. Raises ConfigError."""
         tokenizer = load_tokenizer(path)
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
@@ -92,12 +94,18 @@ class Models:
         def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-        return cls(load_pretrained(path, "MODEL"), path, options, decode, budget, kept)
+        base = load_pretrained(path, "MODEL").to(device)  # type: ignore[arg-type]
+        return cls(base, path, options, decode, budget, kept)
 
     @property
     def vocabulary(self) -> int:
         """Return the exclusive bound of token ids."""
         return int(self._base.config.get_text_config().vocab_size)
+
+    @property
+    def architecture(self) -> str:
+        """Return the base's class, such as "Qwen3ForCausalLM"."""
+        return type(self._base).__name__
 
     @property
     def context(self) -> int:

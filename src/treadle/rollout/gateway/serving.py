@@ -69,30 +69,39 @@ async def serving(
     """
     with listening or listen(config) as listening:
         gateway.url = config.advertised_url or url_of(listening)
-        server = _Server(
-            uvicorn.Config(
-                make_app(gateway),
-                http="h11",  # which limits headers to 16 KiB
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                log_level="warning",
-                access_log=False,  # paths hold secrets
-                server_header=False,
-                limit_concurrency=_CONNECTIONS,
-                timeout_keep_alive=60,
-                timeout_graceful_shutdown=2,
-            )
+        async with running(make_app(gateway), listening):
+            try:
+                yield gateway.url
+            finally:
+                await gateway.close()
+
+
+@asynccontextmanager
+async def running(app: Starlette, listening: socket.socket) -> AsyncIterator[None]:
+    """Serve an application on an open socket inside the context."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="h11",  # which limits headers to 16 KiB
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,  # paths hold secrets
+            server_header=False,
+            limit_concurrency=_CONNECTIONS,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=2,
         )
-        running = asyncio.create_task(server.serve(sockets=[listening]))
-        try:
-            while not server.started and not running.done():
-                await asyncio.sleep(_READY)
-            yield gateway.url
-        finally:
-            await gateway.close()
-            server.should_exit = True
-            await running
+    )
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(_READY)
+        yield
+    finally:
+        server.should_exit = True
+        await task
 
 
 DIALECTS = {"/chat/completions": CHAT, "/completions": COMPLETIONS, "/responses": RESPONSES, "/messages": MESSAGES}
