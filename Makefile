@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest test-processors vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest test-processors vllm-env verifiers-env openenv-env harbor-env integrations-env conformance gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -94,6 +94,9 @@ beside-%: tools-env
 test-cluster: dev-env ## what needs a Ray cluster, and one run with twenty processes killed at random (half an hour)
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m cluster tests/placement $(ARGS)
 	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
+
+conformance: dev-env ## Treadle's packings and learner over the cases of conformance/ (seconds)
+	@$(BIN)/python -m conformance.check treadle $(ARGS)
 
 gpu-check: dev-env ## what runs on a GPU, checked and measured; skips what is not there
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)

@@ -1,0 +1,71 @@
+"""The conformance suite: its cases, its reference and mutants, and that Treadle passes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]  # no stubs
+import pytest
+
+from conformance import check, generate, mutants
+from conformance.adapters import treadle
+
+ROOT = Path(__file__).resolve().parent.parent / "conformance"
+CASES = check.load_cases()
+
+
+def test_cases_follow_the_schema() -> None:
+    schema = json.loads((ROOT / "schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert 80 <= len(CASES) <= 120
+    for case in CASES.values():
+        validator.validate(case)
+
+
+def test_the_script_makes_the_cases() -> None:
+    made = generate.cases()
+    assert list(made) == [name for family, n in generate.FAMILIES.items() for name in _names(family.__name__, n)]
+    assert made.keys() == CASES.keys()
+    assert [name for name, case in made.items() if not mutants.same(case, CASES[name])] == []
+
+
+def _names(family: str, count: int) -> list[str]:
+    return [f"{family}-{n + 1:02}" for n in range(count)]
+
+
+def test_sizes_that_a_reader_can_check() -> None:
+    assert _lines(ROOT / "reference.py") <= 400
+    assert {path.stem: n for path in (ROOT / "adapters").glob("*.py") if (n := _lines(path)) > 80} == {}
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_a_mutant_is_noticed(name: str) -> None:
+    assert any(mutants.notices(name, case) for case in CASES.values())
+
+
+def test_each_case_notices_a_mutant() -> None:
+    assert len(mutants.MUTANTS) >= 25
+    assert [n for n, case in CASES.items() if not any(mutants.notices(name, case) for name in mutants.MUTANTS)] == []
+
+
+@pytest.mark.parametrize("packing", treadle.VARIANTS)
+def test_treadle_passes(packing: str) -> None:
+    found = check.run(treadle, packing, CASES)["states"]
+    assert {state for states in found.values() for state in states.values()} == {check.PASS}
+
+
+def test_trees_are_shared_where_treadle_passes() -> None:
+    algorithm = treadle.config(CASES["forks-01"], "grpo", "token_mean").model_dump_json()
+    learner = treadle.learner("tree", algorithm)
+    trees = learner.trees(treadle.batch_of(CASES["forks-01"]))
+    assert learner.forward.shares and sum(map(len, trees)) < _tokens(CASES["forks-01"])
+
+
+def _tokens(case: dict[str, Any]) -> int:
+    steps = [step for group in case["groups"] for attempt in group for step in attempt["steps"]]
+    return sum(len(step["prompt"]) + len(step["completion"]) for step in steps)
