@@ -112,7 +112,7 @@ def test_an_advantage_is_its_formula(name: str, drawn: Drawn, data: st.DataObjec
 @given(rewarded_batches(), st.booleans())
 def test_rewards_add_up_from_level_to_level(drawn: Drawn, penalised: bool) -> None:
     batch = drawn.batch
-    rewards = Rewards.of(batch, drawn.penalty if penalised else None)
+    rewards = Rewards.of(batch, Signals(drawn.penalty if penalised else None))
     steps = np.bincount(batch.trajectory_of_step, rewards.step, len(batch.trajectories))
     tokens = np.bincount(batch.trajectory_id, rewards.token, len(batch.trajectories))
     has_steps = np.array([bool(t.steps) for t in batch.trajectories], np.bool_)
@@ -143,7 +143,7 @@ def test_returns_of_tokens_are_the_same_whichever_steps_became_stale(drawn: Draw
     """Nobody earned what was given before the first token that is left."""
     groups, kept = without_some(drawn.groups, data)
     whole, left = (
-        returns(Rewards.of(batch, None).token, batch.trajectory_id, 1.0)[batch.mask]
+        returns(Rewards.of(batch, Signals()).token, batch.trajectory_id, 1.0)[batch.mask]
         for batch in (drawn.batch, flatten(groups))
     )
     np.testing.assert_allclose(left, whole[kept[drawn.batch.mask]], atol=1e-12)

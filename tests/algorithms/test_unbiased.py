@@ -18,6 +18,7 @@ import pytest
 from tests.algorithms.enumerable import Vector, World, angle, by_group, worlds
 from treadle.algorithms.advantages import grpo, returns
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.distillation import turn_credit
 from treadle.algorithms.estimators import Advantage, Signals, advantages
 from treadle.algorithms.reductions import token_weights
 from treadle.core.types import DropReason, Group
@@ -50,13 +51,13 @@ class Everything(NamedTuple):
     probability: Vector
     size: int
 
-    def expected(self, config: AlgorithmConfig) -> Vector:
+    def expected(self, config: AlgorithmConfig, credit: Vector | None = None) -> Vector:
         """The expectation [D] of a group's gradient, see `by_group`."""
-        return self.probability @ self.each(config)
+        return self.probability @ self.each(config, credit)
 
-    def each(self, config: AlgorithmConfig) -> Vector:
-        """The gradient [G, D] of each group."""
-        signals = Signals(values=said_by_a_value_head(self.world, self.batch))
+    def each(self, config: AlgorithmConfig, credit: Vector | None = None) -> Vector:
+        """The gradient [G, D] of each group. credit [K]: of turns."""
+        signals = Signals(values=said_by_a_value_head(self.world, self.batch), credit=credit)
         return by_group(self.world, self.batch, advantages(self.batch, config, signals), self.size)
 
 
@@ -81,6 +82,12 @@ UNBIASED: list[tuple[dict[str, Any], Callable[[int], float]]] = [  # and the fac
 ]
 
 
+def assert_documented(found: list[float], degrees: str) -> None:
+    """Assert that these are the degrees, in worlds of two and three turns, and that the documentation has them."""
+    assert " / ".join(f"{each:.1f}°" for each in found) == degrees
+    assert degrees in PAGE.read_text(encoding="utf-8")
+
+
 def name_of(value: object) -> str:
     return str(value) if isinstance(value, dict) else ""
 
@@ -100,6 +107,32 @@ def test_a_step_that_is_too_old_takes_its_own_part_of_the_gradient_and_no_other(
     found = everything(2, 2, stale=stale).expected(AlgorithmConfig(**SUM, advantage=advantage))
     parts = worlds()[2].gradient()
     np.testing.assert_allclose(found, parts.sum(0) - parts[stale] / 2, rtol=1e-12, atol=1e-15)
+
+
+# Turns that are credited with what a frozen model gets to know by them
+
+
+def credit_of(part: Everything, repaid: bool) -> Vector:
+    """By a log-probability of the ground truth that differs from state to state; [K]."""
+    known = [-3.0 + 1.7 * sum(part.world.state(step)) - len(step.prompt_ids) / 4 for step in part.batch.played]
+    return 0.3 * turn_credit(np.array(known), part.batch.trajectory_of_played, repaid)
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("advantage", ["step_return", "gae"])
+def test_a_credit_that_is_paid_back_biases_nothing(advantage: str, turns: int) -> None:
+    config, part = AlgorithmConfig(**SUM, advantage=advantage), everything(turns, 2)
+    credit = credit_of(part, repaid=True)
+    assert np.abs(part.each(config, credit) - part.each(config)).max() > 0.1 or turns == 3  # where states differ
+    found = part.expected(config, credit)
+    np.testing.assert_allclose(found, worlds()[turns].gradient().sum(0), rtol=1e-12, atol=1e-15)
+
+
+def test_a_credit_that_is_kept_is_another_objective() -> None:
+    config = AlgorithmConfig(**SUM, advantage="step_return")
+    parts = [everything(turns, 2) for turns in TURNS]
+    found = [angle(p.expected(config, credit_of(p, repaid=False)), p.world.gradient().sum(0)) for p in parts]
+    assert_documented(found, "31.3° / 16.8°")
 
 
 @cache
@@ -194,5 +227,4 @@ def test_these_are_biased(fields: dict[str, Any], vanishes: bool) -> None:
 def test_the_documentation_says_by_how_much(fields: dict[str, Any], degrees: str) -> None:
     config = with_reduction(fields)
     found = [angle(expected(config, turns), worlds()[turns].gradient().sum(0)) for turns in TURNS]
-    assert " / ".join(f"{each:.1f}°" for each in found) == degrees
-    assert degrees in PAGE.read_text(encoding="utf-8")
+    assert_documented(found, degrees)

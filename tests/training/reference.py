@@ -39,7 +39,7 @@ from treadle.training.frozen import make_reference, make_teacher
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
-from treadle.training.teacher_prompts import TeacherPrompts
+from treadle.training.teacher_prompts import TeacherPrompts, Truths
 
 if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
@@ -92,6 +92,7 @@ def make_learner(
     teacher: PreTrainedModel | None = None,
     prompts: TeacherPrompts | None = None,
     server: TeacherServer | None = None,
+    truths: Truths | None = None,
     **training: Any,
 ) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
@@ -104,7 +105,7 @@ def make_learner(
         algorithm,
         updates,
         reference=make_reference(algorithm.kl, model, reference),
-        teacher=make_teacher(algorithm.distillation, model, copy.deepcopy(teacher), server, prompts),
+        teacher=make_teacher(algorithm.distillation, model, copy.deepcopy(teacher), server, prompts, truths),
         ranks=ranks,
         traced=traced,
     )

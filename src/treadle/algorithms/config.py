@@ -176,10 +176,17 @@ class DistillationConfig(Config):
     coef: NonNegative | tuple[NonNegative, NonNegative] = Field(
         1.0, description="weight of the teacher's term; or [from, to], linearly over the run"
     )
-    form: Literal["advantage", "loss", "reverse_top_k", "forward_top_k"] = Field(
+    form: Literal["advantage", "loss", "reverse_top_k", "forward_top_k", "turns"] = Field(
         "advantage",
         description="learning signal: the log-ratio of teacher to policy, added to each token's advantage, or half its "
-        "square, added to its loss; or KL over the teacher's most probable tokens (docs/teachers.md)",
+        "square, added to its loss; KL over the teacher's most probable tokens; or a reward for each turn, by how "
+        "probable the teacher then finds the ground truth (docs/teachers.md)",
+    )
+    target: str | None = Field(
+        None, description="turns: module:function from a task to the text scored; null: its ground truth, a string"
+    )
+    repaid: bool = Field(
+        True, description="turns: an attempt's last turn pays back what the others were given; false: TRACE, biased"
     )
     top_k: int = Field(32, ge=1, description="number of these tokens for reverse_top_k and forward_top_k")
     rewards: NonNegative = Field(1.0, description="weight of the advantage from rewards; 0: teacher only")

@@ -7,8 +7,11 @@ Shapes: tensors [N] in, [N] out; k most probable tokens of the teacher.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from treadle.packing.flat import Doubles, Indices
 
 
 def distilled(advantage: Tensor, logp_old: Tensor, logp_teacher: Tensor | None, coef: float, rewards: float) -> Tensor:
@@ -20,6 +23,20 @@ def distilled(advantage: Tensor, logp_old: Tensor, logp_teacher: Tensor | None, 
     """
     weighted = rewards * advantage
     return weighted if logp_teacher is None else weighted + coef * (logp_teacher - logp_old)
+
+
+def turn_credit(known: Doubles, trajectory: Indices, repaid: bool) -> Doubles:
+    """Return what each turn adds to the log-probability of the ground truth: c_t = known_{t+1} - known_t.
+
+    known float64[K]: a frozen model's log-probability of the ground truth in the state before each step; trajectory
+    int64[K]. repaid: a trajectory's last step has c = -known, so that its credits sum to -known_0, which is the same
+    for all attempts at a task: potential-based shaping (Ng, Harada and Russell 1999, "Policy invariance under reward
+    transformations"). Otherwise it has 0, and the sum rewards how much the attempt got to know.
+    Source: TRACE, arXiv 2607.13988.
+    """
+    ends = np.append(trajectory[1:] != trajectory[:-1], True)[: len(known)]
+    after = np.append(known[1:], 0.0)[: len(known)]
+    return np.where(ends, 0.0 if repaid else known, after) - known
 
 
 def top_k_divergence(logp: Tensor, logp_teacher: Tensor, reverse: bool) -> Tensor:

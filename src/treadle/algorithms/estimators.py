@@ -49,11 +49,12 @@ class Signals:
     """Inputs of an estimator beside the batch.
 
     penalty float64[N]: subtracted from each token's reward (KL in the reward). values float64[N]: output of the value
-    head.
+    head. credit float64[K]: added to each played step's reward (`distillation.turn_credit`).
     """
 
     penalty: Doubles | None = None
     values: Doubles | None = None
+    credit: Doubles | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,17 +71,21 @@ class Rewards:
     token: Doubles
 
     @classmethod
-    def of(cls, batch: FlatBatch, penalty: Doubles | None) -> Rewards:
-        """Return the environment's rewards less the penalty float64[N] of trainable tokens."""
-        rest = batch.played_rewards - np.bincount(batch.played_id, batch.token_rewards, len(batch.played))
+    def of(cls, batch: FlatBatch, signals: Signals) -> Rewards:
+        """Return the environment's rewards, with the credit of steps, less the penalty of trainable tokens."""
+        trajectory, step = batch.rewards, batch.played_rewards
+        if signals.credit is not None:
+            trajectory = trajectory + np.bincount(batch.trajectory_of_played, signals.credit, len(trajectory))
+            step = step + signals.credit
+        rest = step - np.bincount(batch.played_id, batch.token_rewards, len(batch.played))
         paid = paid_to_tokens(rest, batch.trajectory_of_played, batch.played_id, batch.mask)
         paid += moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
-        if penalty is None:
-            return cls(batch.rewards, batch.played_rewards, paid)
-        subtracted = np.where(batch.mask, penalty, 0.0)
+        if signals.penalty is None:
+            return cls(trajectory, step, paid)
+        subtracted = np.where(batch.mask, signals.penalty, 0.0)
         return cls(
-            batch.rewards - np.bincount(batch.trajectory_id, subtracted, len(batch.trajectories)),
-            batch.played_rewards - np.bincount(batch.played_id, subtracted, len(batch.played)),
+            trajectory - np.bincount(batch.trajectory_id, subtracted, len(batch.trajectories)),
+            step - np.bincount(batch.played_id, subtracted, len(batch.played)),
             paid - subtracted,
         )
 
@@ -92,7 +97,6 @@ Estimator = Callable[[FlatBatch, Signals, Any], Doubles]
 class Advantage:
     """A registered advantage estimator (entry points `treadle.advantages`).
 
-    per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens have no effect; J, K
     per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens have no effect; J, K and
     N may be 0.
     options_type: type of `options`, built from a recipe's `algorithm.advantage_options`.
@@ -174,7 +178,7 @@ def _by_trajectory(estimate: Callable[[Doubles, Indices, Any], Doubles]) -> Esti
     """Turn a per-trajectory estimator into a per-token one: each token gets its trajectory's advantage."""
 
     def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
-        rewards = Rewards.of(batch, signals.penalty).trajectory
+        rewards = Rewards.of(batch, signals).trajectory
         return estimate(rewards, batch.group_of_trajectory, options)[batch.trajectory_id]
 
     return per_token
@@ -191,7 +195,7 @@ def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles
     """
 
     def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
-        rewards, caller = Rewards.of(batch, signals.penalty), parent_steps(batch)
+        rewards, caller = Rewards.of(batch, signals), parent_steps(batch)
         main = np.flatnonzero(caller == np.arange(len(caller)))
         paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
         advantage = estimate(replace(rewards, step=paid), batch, main, options)
@@ -249,12 +253,12 @@ def parent_tokens(batch: FlatBatch) -> Indices:
 
 
 def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, options: DiscountConfig) -> Doubles:
-    token = Rewards.of(batch, signals.penalty).token
+    token = Rewards.of(batch, signals).token
     return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, options.gamma, parent_tokens(batch))
 
 
 def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
-    rewards = Rewards.of(batch, signals.penalty).trajectory
+    rewards = Rewards.of(batch, signals).trajectory
     return reinforce_plus_plus_baseline(rewards, batch.group_of_trajectory, batch.mask, batch.trajectory_id)
 
 
@@ -263,7 +267,7 @@ def _gae(batch: FlatBatch, signals: Signals, options: GaeConfig) -> Doubles:
         raise ValueError("advantage gae needs the values of a value head (Signals.values)")
     source = parent_tokens(batch)
     main = batch.mask & (source == np.arange(len(batch)))
-    token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
+    token = np.asarray(np.bincount(source, Rewards.of(batch, signals).token, len(batch)), np.float64)
     advantage = gae(token, signals.values, main, batch.trajectory_id, options.gamma, options.gae_lambda)
     # A sub-agent's token takes the return of the step that called it.
     togo = (advantage + signals.values)[source]

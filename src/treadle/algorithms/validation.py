@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, ValueConfig
+from treadle.algorithms.config import AlgorithmConfig, DistillationConfig, ValueConfig
 from treadle.algorithms.estimators import Advantage
 from treadle.algorithms.losses import PolicyLoss
 from treadle.core.config import Config
@@ -99,7 +99,8 @@ def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str
     section = config.distillation
     if section is None:
         return
-    if section.teacher is None and section.context is None:
+    yield from _turns(config, section, advantage)
+    if section.teacher is None and section.context is None and section.form != "turns":
         yield (
             "distillation has neither teacher nor context, and the policy learns nothing from itself alone; "
             "name another model as teacher, or a function as context"
@@ -121,6 +122,24 @@ def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str
         yield f"kl.where is 'reward', {unread}; choose where: loss"
     if config.dynamic_sampling != "off":
         yield f"dynamic_sampling is {config.dynamic_sampling!r}, {unread}; every group is taught: leave it off"
+
+
+def _turns(config: AlgorithmConfig, section: DistillationConfig, advantage: Advantage) -> Iterator[str]:
+    if section.form != "turns":
+        if section.target is not None or not section.repaid:
+            yield f"distillation: target and repaid are of form 'turns', the form is {section.form!r}; leave them out"
+        return
+    turns = "distillation.form is 'turns', which"
+    if not advantage.by_step:
+        yield (
+            f"{turns} rewards single steps, but advantage {config.advantage!r} uses their sum alone; choose step_return"
+        )
+    if section.context is not None:
+        yield f"{turns} scores the ground truth after the recorded prompts; leave distillation.context out"
+    if section.rewards != 1:
+        yield f"{turns} adds to rewards, but distillation.rewards is {section.rewards:g}; leave it out"
+    if section.teacher is None and section.weights == "current":
+        yield f"{turns} compares states by a frozen model; set distillation.weights to start, or name a teacher"
 
 
 def _reduction(config: AlgorithmConfig) -> Iterator[str]:

@@ -246,6 +246,11 @@ def tasks(
     return made
 
 
+def right_answer(task: Task) -> str:
+    """Return the reply with the right answer (`algorithm.distillation.target`)."""
+    return f"<answer> {task.ground_truth}</answer>"
+
+
 def demonstration(
     index: int, seed: int, expert: float = 0.2, drill: float = 0.4, hops: Sequence[int] = (1, 2, 3)
 ) -> tuple[Message, ...]:

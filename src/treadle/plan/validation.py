@@ -22,7 +22,7 @@ from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.rollout.rewards import load_group_reward, load_shaping
 from treadle.training.config import check_algorithm
 from treadle.training.demonstrations import load_demonstrations
-from treadle.training.teacher_prompts import load_context
+from treadle.training.teacher_prompts import load_context, load_target
 
 
 def check_config(config: RunConfig) -> None:
@@ -79,6 +79,8 @@ def check_settings(config: RunConfig) -> None:
     section = config.algorithm.distillation
     if section is not None and section.context is not None:
         load_context(section.context)
+    if section is not None and section.target is not None:
+        load_target(section.target)
     if config.teacher is not None and config.teacher.url is not None:
         if config.rollout.temperature != 1:
             raise ConfigError(

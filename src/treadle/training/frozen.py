@@ -23,7 +23,7 @@ from treadle.models.weights import adapter_weights, copy_by_name, model_sha256, 
 from treadle.training.config import TrainingConfig
 from treadle.training.forward import Forward
 from treadle.training.ranks import Ranks, ReadWeights
-from treadle.training.teacher_prompts import TeacherPrompts
+from treadle.training.teacher_prompts import TeacherPrompts, Truths
 
 if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
@@ -104,13 +104,14 @@ class Frozen:
 class Teacher:
     """Teacher of `algorithm.distillation`: a model, or a server called by the first rank.
 
-    prompts: prompts of `distillation.context`; None: the policy's. sha256: digest of a given model's weights, once
-    open.
+    prompts: prompts of `distillation.context`; None: the policy's. truths: texts of form `turns`. sha256: digest of a
+    given model's weights, once open.
     """
 
     frozen: Frozen | None = None
     server: TeacherServer | None = None
     prompts: TeacherPrompts | None = None
+    truths: Truths | None = None
     sha256: str | None = None
 
     def weights(self) -> dict[str, Tensor]:
@@ -151,15 +152,16 @@ def make_teacher(
     given: PreTrainedModel | None = None,
     server: TeacherServer | None = None,
     prompts: TeacherPrompts | None = None,
+    truths: Truths | None = None,
 ) -> Teacher | None:
     """Return the teacher of `algorithm.distillation`; None without one. given, server: the model that it names."""
     if config is None:
         return None
     if config.teacher is not None and given is None:
-        return Teacher(server=server, prompts=prompts)
+        return Teacher(server=server, prompts=prompts, truths=truths)
     decay = config.ema_decay if config.weights == "ema" else None
     current = given is None and config.weights == "current"
-    return Teacher(Frozen(policy, given, current=current, ema_decay=decay), prompts=prompts)
+    return Teacher(Frozen(policy, given, current=current, ema_decay=decay), prompts=prompts, truths=truths)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:

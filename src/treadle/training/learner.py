@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import corrected
+from treadle.algorithms.distillation import turn_credit
 from treadle.algorithms.estimators import Signals
 from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
@@ -58,6 +59,7 @@ from treadle.training.metrics import (
     PADDED_PASSES,
     SEQUENCES,
     SLOT_BALANCE,
+    TRUTH_LOGPROB,
     ZERO_ADVANTAGE,
 )
 from treadle.training.objective import Gradient, Objective, TokenScores, TracedGroups, lookup
@@ -210,9 +212,9 @@ class Learner:
         values = None if start is None or start.value is None else start.value.cpu().numpy()
         reference = self.reference
         logp_ref = None if reference is None else self.frozen_scores(reference, batch).logp.cpu().numpy()
-        teacher = self.teacher_scores(batch)
+        teacher, known = self.teacher_scores(batch), self.truth_logprobs(batch)
 
-        advantage = self._advantages(batch, logp_old, logp_ref, values)
+        advantage = self._advantages(batch, logp_old, logp_ref, values, self._credit(batch, known))
         objective = self.objective(batch, advantage, logp_old, logp_ref, values, teacher)
         scores, layout = self._backward(batch, objective)
         if teacher is not None:
@@ -224,8 +226,9 @@ class Learner:
 
         self.updates_done += 1
         measures = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]} | ({KL_COEF: [self.kl.coef]} if self.kl else {})
+        truths = measured("step", {} if known is None else {TRUTH_LOGPROB: known.tolist()})
         result = UpdateResult(
-            metrics=measured("run", measures) + totals + _batch_metrics(batch, advantage),
+            metrics=measured("run", measures) + totals + truths + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
@@ -251,7 +254,7 @@ class Learner:
         Raises ConfigError for a log-probability that is not finite, and as `TeacherPrompts.of` does.
         """
         section, teacher = self.algorithm.distillation, self.teacher
-        if section is None or teacher is None:
+        if section is None or teacher is None or section.form == "turns":
             return None
         prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
         # From the first rank, in case the function is random.
@@ -276,6 +279,35 @@ class Learner:
             if tensor is not None:
                 tensor[torch.from_numpy(unasked).to(tensor.device)] = torch.nan
         return scores
+
+    def truth_logprobs(self, batch: FlatBatch) -> NDArray[np.float64] | None:
+        """Return the teacher's log-probability of the ground truth after each played step's prompt, float64[K].
+
+        None unless `algorithm.distillation.form` is `turns`. Raises ConfigError as `Truths` does, and for a value that
+        is not finite.
+        """
+        if self.teacher is None or (truths := self.teacher.truths) is None:
+            return None
+        texts = self.ranks.every(lambda: [] if self.ranks.rank else truths.of(batch))[0]
+        asked = flatten(truths.asked(batch, texts))
+        if self.teacher.frozen is None:
+            scores = self._served_scores(self.teacher.server, asked, asked.mask, None)
+        else:
+            scores = self.frozen_scores(self.teacher.frozen, asked)
+        logp = scores.logp.cpu().double().numpy()
+        known: NDArray[np.float64] = np.bincount(asked.step_id, logp, len(asked.steps)).astype(np.float64)
+        if not np.isfinite(known).all():
+            raise ConfigError(
+                "algorithm.distillation: the teacher gives a ground truth the log-probability "
+                f"{known[~np.isfinite(known)][0]}; use another teacher"
+            )
+        return known
+
+    def _credit(self, batch: FlatBatch, known: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
+        section = self.algorithm.distillation
+        if section is None or known is None:
+            return None
+        return self._scheduled(section.coefs) * turn_credit(known, batch.trajectory_of_played, section.repaid)
 
     def _served_scores(
         self, server: TeacherServer | None, batch: FlatBatch, wanted: NDArray[np.bool_], top: MostProbable | None
@@ -308,9 +340,11 @@ class Learner:
         logp_old: NDArray[np.floating] | None,
         logp_ref: NDArray[np.floating] | None,
         values: NDArray[np.floating] | None,
+        credit: NDArray[np.float64] | None = None,
     ) -> NDArray[np.float64]:
         """Return the advantage of each token [N]. Raises ConfigError unless it is one finite number per token."""
-        signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
+        of_head = None if values is None else values.astype(np.float64)
+        signals = Signals(self._penalty(logp_old, logp_ref), of_head, credit)
         return estimators.advantages(batch, self.algorithm, signals)
 
     def _check_loss(self, loss: float | None, scores: TokenScores, objective: Objective) -> None:

@@ -21,7 +21,7 @@ from treadle.training.frozen import make_reference, make_teacher
 from treadle.training.learner import Learner
 from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
-from treadle.training.teacher_prompts import TeacherPrompts
+from treadle.training.teacher_prompts import TeacherPrompts, Truths
 from treadle.training.trainer import EmbeddedSource
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
     reference = None if spec.reference is None else load_frozen(spec.reference, "algorithm.kl.model", model, first)
     distillation = spec.algorithm.distillation
-    teacher = prompts = server = None
+    teacher = prompts = server = truths = None
     if distillation is not None and spec.teacher is not None and spec.teacher.url is not None:
         server = reach_teacher(spec.teacher, distillation, spec.model, spec.longest_call) if first else None
     elif spec.teacher is not None and spec.teacher.path is not None:
@@ -50,6 +50,9 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
         limit = context_of((teacher or model).config)
         limit = limit if server is None else server.context
         prompts = TeacherPrompts(distillation.context, load_chat(spec.model, spec.began)[1], limit)
+    if distillation is not None and distillation.form == "turns":
+        limit = context_of((teacher or model).config) if server is None else server.context
+        truths = Truths(distillation.target, load_chat(spec.model, spec.began)[1], limit)
     if spec.placement.ranks == 1:
         for module in (model, reference, teacher):
             if module is not None:
@@ -60,7 +63,7 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
         spec.algorithm,
         spec.updates,
         reference=make_reference(kl, model, reference),
-        teacher=make_teacher(distillation, model, teacher, server, prompts),
+        teacher=make_teacher(distillation, model, teacher, server, prompts, truths),
         ranks=ranks,
         # All ranks would record the same traces.
         traced=TracedGroups(spec.seed, spec.traced_groups if first else 0.0),

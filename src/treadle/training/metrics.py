@@ -27,6 +27,13 @@ TEACHER_KL = _trained(
 TAUGHT = _trained(
     "taught_fraction", "token", "mean", "share", "scored by the teacher, if `algorithm.distillation.context` is set"
 )
+TRUTH_LOGPROB = _trained(
+    "truth_logprob",
+    "step",
+    "mean",
+    "nats",
+    "log-probability that the teacher gives the ground truth before a step, with `algorithm.distillation.form: turns`",
+)
 RATIO_MEAN = _trained(
     "ratio_mean", "token", "mean", "", "probability before the update / at the start of its batch, if known"
 )

@@ -1,35 +1,49 @@
-"""`TeacherPrompts`: prompts for the teacher that differ from the policy's. Needs no torch.
+"""What the teacher reads in place of a recorded step. Needs no torch.
 
-step -context(task, trajectory, step, siblings, messages)-> messages -the policy's template-> prompt ids
+TeacherPrompts  step -context(task, trajectory, step, siblings, messages)-> messages -the policy's template-> prompt ids
+Truths          task -target(task)-> text -> ids, after the recorded prompt of each played step
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.outcomes import as_played
 from treadle.core.registry import resolve
-from treadle.core.types import Ids, as_messages
+from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason, Task, as_messages
 from treadle.packing.flat import FlatBatch
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.transcript import Transcript
 
 _SETTING = "algorithm.distillation.context"
-_CALLED = "context(task, trajectory, step, siblings, messages)"
+_TARGET = "algorithm.distillation.target"
 
 
 def load_context(name: str) -> Callable[..., Any]:
     """Return the function `module:function`. Raises ConfigError if it does not take the expected arguments."""
-    function: Callable[..., Any] = resolve("teacher_contexts", name, _SETTING)
+    return _load("teacher_contexts", name, _SETTING, "context(task, trajectory, step, siblings, messages)", 5)
+
+
+def load_target(name: str) -> Callable[[Task], Any]:
+    """Return the function `module:function`. Raises ConfigError if it does not take a task."""
+    return _load("teacher_targets", name, _TARGET, "target(task)", 1)
+
+
+def _load(kind: str, name: str, setting: str, called: str, arguments: int) -> Callable[..., Any]:
+    function: Callable[..., Any] = resolve(kind, name, setting)
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{_SETTING}: {name!r} is of type {type(function).__name__}, it must be a function")
+        raise ConfigError(f"{setting}: {name!r} is of type {type(function).__name__}, it must be a function")
     try:
-        inspect.signature(function).bind(None, None, None, None, None)
+        inspect.signature(function).bind(*[None] * arguments)
     except TypeError as error:
-        raise ConfigError(f"{_SETTING}: {name!r} is called as {_CALLED}, but: {error}") from error
+        raise ConfigError(f"{setting}: {name!r} is called as {called}, but: {error}") from error
     return function
 
 
@@ -78,3 +92,49 @@ class TeacherPrompts:
             raise ConfigError(
                 f"{where} must return a list of messages for the teacher, or None to leave the step out: {error}"
             ) from error
+
+
+class Truths:
+    """The ground truths that `algorithm.distillation.form: turns` scores, as text by the function `name`.
+
+    name: None: `Task.ground_truth`. limit: maximum tokens of prompt and text.
+    """
+
+    def __init__(self, name: str | None, renderer: ChatRenderer, limit: int) -> None:
+        self._function = None if name is None else load_target(name)
+        self._name, self._renderer, self._limit = name, renderer, limit
+
+    def of(self, batch: FlatBatch) -> list[Ids]:
+        """Return each group's ground truth as ids, int32[C]. Raises ConfigError unless it is text."""
+        return [self._ids(group.task) for group in batch.groups]
+
+    def asked(self, batch: FlatBatch, truths: Sequence[Ids]) -> list[Group]:
+        """Return the batch's groups with the ground truth as the reply of each played step.
+
+        Raises ConfigError for a prompt too long for it.
+        """
+        made = []
+        for number, (group, truth) in enumerate(zip(batch.groups, truths, strict=True)):
+            own = [t for t, g in zip(batch.trajectories, batch.group_of_trajectory, strict=True) if g == number]
+            asked = (replace(t, steps=tuple(self._asked(s, truth) for s in as_played(t).steps)) for t in own)
+            made.append(replace(group, trajectories=tuple(asked)))
+        return made
+
+    def _ids(self, task: Task) -> Ids:
+        text = task.ground_truth if self._function is None else self._function(task)
+        if not isinstance(text, str) or not text:
+            source = f"the ground truth of task {task.task_id}" if self._name is None else f"{self._name}'s result"
+            raise ConfigError(
+                f"{_TARGET}: {source} is {text!r:.100}, and the teacher scores text; name a function from a task to "
+                "what a reply with the right answer would be, such as f'<answer>{task.ground_truth}</answer>'"
+            )
+        return self._renderer.encode(text)
+
+    def _asked(self, step: Step, truth: Ids) -> Step:
+        if (length := len(step.prompt_ids) + len(truth)) > self._limit:
+            raise ConfigError(
+                f"{_TARGET}: prompt and ground truth have {length} tokens, the teacher's context is {self._limit}; "
+                "lower rollout.max_input_tokens, or shorten the text"
+            )
+        nothing = np.zeros(len(truth), np.float32)
+        return Step(step.prompt_ids, truth, nothing, np.zeros(len(truth), np.int32), SamplingParams(), StopReason.STOP)
