@@ -140,6 +140,7 @@ _UNTRAINED = (
     "stale",
     "damaged",
     "unused",
+    "diverged",
 )  # of trajectories with a reward
 
 
@@ -158,7 +159,7 @@ def check_finished(path: Path) -> None:
     )
     trained: dict[int, int] = {}
     for row in states:
-        if row["reason"] in ("rejected", "masked"):  # of steps alone
+        if row["reason"] in ("rejected", "masked", "replayed"):  # of steps alone
             assert row["state"] == "dropped"
         elif row["split"] == "held_out":
             assert (row["state"], row["reason"]) == ("evaluated", None)

@@ -63,8 +63,10 @@ async def played(
     players = agents if isinstance(agents, Players) else Players(worlds or {}, agents)
     async with open_rollouts(engine, renderer, players, config, rewards or RewardsConfig()) as rollouts:
         keys = [Address(1, Stream.TRAIN, 0, number, 0) for number in range(len(tasks))]
-        more = {} if prefix is None else {"prefixes": {0: prefix}}
-        running = [rollouts.start(f"g{n}", task, [keys[n]], log=log, **more)[0] for n, task in enumerate(tasks)]
+        prefixes = {} if prefix is None else {0: prefix}
+        running = [
+            rollouts.start(f"g{n}", task, [keys[n]], log=log, prefixes=prefixes)[0] for n, task in enumerate(tasks)
+        ]
         trajectories = list(await asyncio.gather(*running))
     assert not engine.open
     return trajectories

@@ -23,6 +23,7 @@ from treadle.engines.kv_budget import budgeted
 from treadle.loop.engines import EngineSpec
 from treadle.loop.loop import Loop, StartingPoint
 from treadle.loop.runtime import CheckedRunner, Runtime, open_runtime
+from treadle.loop.starts import load_demonstrated
 from treadle.loop.stopping import stop_on_signals
 from treadle.loop.thread_count import available_cores
 from treadle.models.chat import load_chat
@@ -87,8 +88,10 @@ class Run:
                 calls = None if plan.repeats else OpenCalls(ledger, start.calls, self.progress.log)
                 store = RunStore(directory, ledger, callbacks.rollout, calls)
                 shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, self.renderer.decode)
-                grammars = self.renderer.grammars
-                loop = Loop(plan.loop, self.trainer, weight_sync, runner, shaper, store, callbacks, start, grammars)
+                grammars, starts = self.renderer.grammars, config.rollout.starts
+                shown = None if starts is None else load_demonstrated(starts.source, self.renderer)
+                run = (plan.loop, self.trainer, weight_sync, runner, shaper, store, callbacks, start, grammars, shown)
+                loop = Loop(*run)
                 self.status.sources += [loop.scheduler.status, runner.status]
                 await self.runtime.check_engine(
                     engine, weight_sync, self.trainer, self.renderer, 10 * config.engine.tolerance

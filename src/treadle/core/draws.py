@@ -30,6 +30,8 @@ class Stream(IntEnum):
     SERVE = 6
     TRACE = 7
     OTHER_MODEL = 8
+    START = 9
+    CURRICULUM = 10
 
 
 def philox4x32(

@@ -7,6 +7,7 @@
     Trajectory.status           the attempt's driver                  failed
     Trajectory.dropped          shaping                               overlong
                                 `leave_out`, of rejected groups       failed, filtered, refused, stale, overlong
+                                `Starts.whole`, of a group            diverged
     rows of the ledger          resuming or finishing a run           resampled, rolled back, damaged, unused
 
 Each trajectory has two views:

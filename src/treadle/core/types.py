@@ -109,6 +109,7 @@ class DropReason(StrEnum):
     REPLAYED = "replayed"  # context: a recorded step, from which its attempt goes on (`Trajectory.start`)
     CANCELLED = "cancelled"  # its caller no longer waited for the answer
     REJECTED = "rejected"  # its answer was discarded: later steps do not build on it
+    DIVERGED = "diverged"  # its attempt could not begin where most of its group did (`rollout.starts`)
     MASKED = "masked"  # a summary, and `rollout.compaction.trained` is false
     STALE = "stale"  # sampled by a policy too old to be trained now
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0

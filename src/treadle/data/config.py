@@ -93,6 +93,12 @@ class DataConfig(Config):
         "reward_model.ground_truth} (default: only Treadle's own names)",
     )
     shuffle: bool = Field(True, description="shuffle the training tasks in each epoch")
+    curriculum: str = Field(
+        "uniform",
+        min_length=1,
+        description="how training tasks are drawn: uniform (epoch by epoch), informative (more often where some "
+        "attempts succeed and some fail), or a function of tasks and pass rates that returns weights, module:function",
+    )
     table_by: str | None = Field(None, description="extra by which evaluation tables are split")
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +15,7 @@ from treadle.engines.config import Device, EngineConfig
 from treadle.loop.failures import FailuresConfig
 from treadle.record.checkpoint_retention import KeepBest, Retention
 from treadle.report.rewards import Grading
-from treadle.rollout.config import GatewayConfig
+from treadle.rollout.config import GatewayConfig, StartsConfig
 from treadle.training.config import LearnerPlacement
 
 StalePolicy = Literal["mask_steps", "wait", "drop_group"]
@@ -155,7 +155,8 @@ class LoopPlan:
     which `groups_per_batch` groups of `group_size` attempts are sampled. min_group_size: graded attempts that a group
     needs for training. pinned: versions that an attempt, which keeps its first one, may be behind the newest; None:
     attempts change versions. engine_capacity: attempts that the engines compute concurrently. evaluated_together:
-    concurrent attempts of an evaluation, enough to keep the engines full. train, held_out: the tasks.
+    concurrent attempts of an evaluation, enough to keep the engines full. train, held_out: the tasks. starts and
+    curriculum: see `loop.starts`. may_start: whether attempts at a task can be replayed, and so begin in the middle.
     """
 
     seed: int
@@ -180,6 +181,9 @@ class LoopPlan:
     grading: Grading
     train: Sequence[Task] = ()
     held_out: Sequence[Task] = ()
+    starts: StartsConfig | None = None
+    curriculum: str = "uniform"
+    may_start: Callable[[Task], bool] = lambda task: True
 
     def is_last(self, update: int) -> bool:
         return update >= self.updates

@@ -35,6 +35,7 @@ from treadle.core.outcomes import leave_out, reject_reason, trains, without_stal
 from treadle.core.types import DropReason, Group
 from treadle.loop.config import LoopPlan
 from treadle.loop.failures import fails_by_task
+from treadle.loop.starts import Starts
 from treadle.loop.stopping import WindowStats, check_discard_rate, check_failure_rate
 from treadle.loop.task_queue import TaskQueue
 from treadle.record.ledger_reader import LoopState
@@ -71,8 +72,11 @@ class Groups:
     Invariant: a group is in one state; groups taken for training have no live stale step.
     """
 
-    def __init__(self, plan: LoopPlan, queue: TaskQueue, store: RunStore, reporter: Reporter) -> None:
+    def __init__(
+        self, plan: LoopPlan, queue: TaskQueue, store: RunStore, reporter: Reporter, starts: Starts | None = None
+    ) -> None:
         self._plan, self._queue, self.store, self._reporter = plan, queue, store, reporter
+        self.starts, self._dropped = starts or Starts(plan, store.steps), list[Group]()  # since the last publication
         self._max_staleness, self._stale_policy = plan.max_staleness, plan.stale_policy
         self._tracked: dict[int, _Tracked] = {}  # by index
         self._window = WindowStats()  # since the last batch was taken
@@ -113,6 +117,7 @@ class Groups:
     def finish(self, group: Group) -> None:
         """sampling -> recorded -> ready or dropped. group: including all attempts."""
         self._window.groups += 1
+        group = self.starts.whole(group)
         if reason := self._drop_reason(group):
             self._drop(group, reason)
         else:
@@ -164,7 +169,10 @@ class Groups:
         return sorted((tracked.group for tracked in batch), key=lambda group: group.index)
 
     def trained(self) -> None:
-        """training -> trained: the batch's weights are published."""
+        """training -> trained: the batch's weights are published, and pass rates are counted."""
+        taken = [tracked.group for tracked in self._in("training")]
+        self.starts.learn(sorted([*taken, *self._dropped], key=lambda group: group.index))
+        self._dropped.clear()
         self._tracked = {index: tracked for index, tracked in self._tracked.items() if tracked.state != "training"}
 
     def _too_early(self, newest: int, version: int) -> bool:
@@ -196,5 +204,6 @@ class Groups:
     def _drop(self, group: Group, reason: DropReason) -> None:
         """recorded or ready -> dropped."""
         del self._tracked[group.index]
+        self._dropped.append(group)
         self._window.discarded[reason] += 1
         self.store.ledger.note_dropped(leave_out(group, reason))

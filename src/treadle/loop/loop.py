@@ -26,6 +26,7 @@ from treadle.loop.config import LoopPlan
 from treadle.loop.evaluation import Evaluator
 from treadle.loop.groups import Batch, Groups
 from treadle.loop.rollout_scheduler import ConcurrencyController, RolloutScheduler
+from treadle.loop.starts import Demonstrated, Starts
 from treadle.loop.stopping import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.loop.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.record.checkpoint_retention import best_update, checkpoint_name, checkpoint_updates, retained
@@ -59,7 +60,7 @@ class Loop:
     Invariant: `state` describes exactly the trainer's weights whenever a checkpoint is written.
 
     weight_sync: publishes the trainer's weights to the engines used by `runner`. shaper: shaper of rewards. grammars:
-    over the policy's tokenizer, if samples may follow one.
+    over the policy's tokenizer, if samples may follow one. demonstrated: demonstrations for `rollout.starts`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Loop:
         callbacks: Callbacks,
         start: StartingPoint,
         grammars: Grammars | None = None,
+        demonstrated: Demonstrated | None = None,
     ) -> None:
         self.grammars = grammars
         self.plan, self.trainer, self.weight_sync = plan, trainer, weight_sync
@@ -80,9 +82,10 @@ class Loop:
         self.reporter = Reporter(plan.grading, callbacks, start.clock)
         times_sampled = store.ledger.times_sampled()
         backlog = Backlog(state.cursor, state.outstanding, start.restored, times_sampled, state.failed_tasks)
-        order = TaskOrder(plan.train, plan.seed, plan.shuffle)
+        starts = Starts(plan, store.steps, demonstrated, state.starts, callbacks.message)
+        order = TaskOrder(plan.train, plan.seed, plan.shuffle, starts.draw)
         queue = TaskQueue(order, plan.failures.task_limit, backlog)
-        groups = Groups(plan, queue, store, self.reporter)
+        groups = Groups(plan, queue, store, self.reporter, starts)
         concurrency = ConcurrencyController(plan.engine_capacity)
         self.scheduler = RolloutScheduler(plan, queue, runner, groups, concurrency, shaper)
         self.evaluator = Evaluator(plan, runner, store, self.reporter, shaper)

@@ -21,6 +21,7 @@ from treadle.loop.stopping import StopConditionMet
 from treadle.loop.task_queue import TaskQueue
 from treadle.record.ledger_reader import LoopState
 from treadle.rollout.attempt import RolloutRunner, user_code
+from treadle.rollout.replay import Prefix
 from treadle.rollout.rewards import RewardShaper, with_measured
 from treadle.rollout.session import Address
 
@@ -63,9 +64,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An attempt of a group being played."""
+    """An attempt of a group being played. prefix: the start of the group, if any."""
 
     group: Group
+    prefix: Prefix | None
     address: Address
     running: asyncio.Future[Trajectory]
 
@@ -129,6 +131,7 @@ class RolloutScheduler:
             cursor=self._queue.next_index,
             outstanding=tuple(sorted((*self.groups.outstanding, *self._queue.requeued))),
             failed_tasks=dict(self._queue.failed_tasks),
+            starts=self.groups.starts.state((*self.groups.outstanding, *self._queue.requeued)),
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
@@ -181,14 +184,18 @@ class RolloutScheduler:
             elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
         stream = (self._plan.seed, Stream.TRAIN, group.epoch, group.position)
-        return self._play(group, [Address(*stream, attempt) for attempt in missing])
+        prefix = self.groups.starts.prefix(group) if missing else None
+        return self._play(group, [Address(*stream, attempt) for attempt in missing], prefix)
 
-    def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
-        futures = self._runner.start(group.group_id, group.task, addresses, log=self.groups.store.calls)
+    def _play(self, group: Group, addresses: list[Address], prefix: Prefix | None) -> list[_Attempt]:
+        prefixes = {} if prefix is None else {address.attempt: prefix for address in addresses}
+        futures = self._runner.start(
+            group.group_id, group.task, addresses, log=self.groups.store.calls, prefixes=prefixes
+        )
         self._playing += len(futures)
         for future in futures:
             future.add_done_callback(self._attempt_ended)
-        return [_Attempt(group, *attempt) for attempt in zip(addresses, futures, strict=True)]
+        return [_Attempt(group, prefix, *attempt) for attempt in zip(addresses, futures, strict=True)]
 
     def _attempt_ended(self, _: asyncio.Future[Trajectory]) -> None:
         self._playing -= 1
@@ -247,7 +254,7 @@ class RolloutScheduler:
     def _retry(self, failed: _Attempt) -> _Attempt:
         """Start the next attempt in a failed one's place."""
         address = replace(failed.address, attempt=failed.address.attempt + self._group_size)
-        [attempt] = self._play(failed.group, [address])
+        [attempt] = self._play(failed.group, [address], failed.prefix)
         return attempt
 
     def _is_rewarded(self, restored: Group) -> bool:

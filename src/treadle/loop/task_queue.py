@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,20 +15,23 @@ from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, group_id
 from treadle.data.tasks import Mixture
 
+Draw = Callable[[int, Sequence[Task], int, int], int | None]
+"""Index of a group, tasks, first and end of its source -> position of its task, or None."""
+
 
 class TaskOrder:
-    """Orders the training tasks, endlessly: a pure function of tasks, seed and index.
+    """Orders the training tasks, endlessly: a pure function of tasks, seed and index, and of a curriculum's weights.
 
     Each source of a `Mixture` gets its share of the groups, as evenly as possible: of the first n groups, its share of
     n to within about one. It goes through its own tasks epoch by epoch. Tasks outside a mixture form one source.
-    about one group. It goes through its own tasks epoch by epoch. Tasks of no mixture are one source.
+    draw: position of a group's task among those of its source (`loop.starts.Starts.draw`); None: epoch by epoch.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool, draw: Draw = lambda *_: None) -> None:
         if not tasks:
             raise DataError("there are no training tasks")
         parts, weights = (tasks.parts, tasks.weights) if isinstance(tasks, Mixture) else ([tasks], [1.0])
-        self.tasks, self._weights = tasks, weights
+        self.tasks, self._weights, self._draw = tasks, weights, draw
         self._turns: list[tuple[int, int]] = []  # source of each group so far, and the number of earlier groups from it
         self._counts = [0] * len(weights)
         self._starts = [0, *accumulate(map(len, parts))]
@@ -40,10 +43,16 @@ class TaskOrder:
         """Number of consecutive groups that include every task at least once."""
 
     def at(self, index: int) -> tuple[int, int, Task]:
-        """Return (epoch of its source, position in the dataset, task) of the group with this submission index."""
+        """Return (epoch of its source, position in the dataset, task) of the group with this submission index.
+
+        With a curriculum, tasks of its source are drawn, and the index takes the place of the epoch.
+        """
         source, number = self._turn(index)
+        first, end = self._starts[source : source + 2]
+        if (drawn := self._draw(index, self.tasks, first, end)) is not None:
+            return index, drawn, self.tasks[drawn]
         epoch, place = self._orders[source].at(number)
-        position = self._starts[source] + place
+        position = first + place
         return epoch, position, self.tasks[position]
 
     def _turn(self, index: int) -> tuple[int, int]:

@@ -284,6 +284,8 @@ class RunConfig(Config):
             failures=self.failures,
             evaluation=self.evaluation,
             grading=self.grading,
+            starts=self.rollout.starts,
+            curriculum=self.data.curriculum,
         )
 
 

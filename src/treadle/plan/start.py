@@ -10,6 +10,7 @@ from typing import Any
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Ids, Message, Task
+from treadle.loop.starts import load_demonstrated
 from treadle.models.model_files import base_directory
 from treadle.models.unused import unused_parts
 from treadle.plan.config import RunConfig
@@ -190,6 +191,26 @@ def note_probabilities(inputs: Inputs, renderer: ChatRenderer, config: RunConfig
         )
 
 
+def check_starts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]) -> None:
+    """Load the demonstrations of `rollout.starts`, and log the players that cannot be replayed.
+
+    Raises ConfigError if none can, and for an unknown or empty source.
+    """
+    if config.rollout.starts is None:
+        return
+    tasks = {task.player: task for task in reversed(inputs.train)}
+    fixed = [f"{kind} {name!r}" for (kind, name), task in sorted(tasks.items()) if not inputs.players.replays(task)]
+    if len(fixed) == len(tasks):
+        raise ConfigError(
+            f"rollout.starts is set, but {fixed[0]} cannot be replayed (replayable is False on it, or the policy plays "
+            "several roles); leave it out"
+        )
+    for player in fixed:
+        log(f"rollout.starts: tasks of {player} begin at step 0, because it cannot be replayed (replayable = False)")
+    if (demonstrated := load_demonstrated(config.rollout.starts.source, renderer)) is not None:
+        demonstrated(next(task for task in inputs.train if inputs.players.replays(task)))
+
+
 StartCheck = Callable[[Inputs, ChatRenderer, RunConfig, Callable[[str], None]], object]
 
 START: Mapping[str, StartCheck] = MappingProxyType(
@@ -197,6 +218,7 @@ START: Mapping[str, StartCheck] = MappingProxyType(
         "driver": check_drivers,
         "first prompt": first_prompt,
         "warm start": check_demonstrations,
+        "starts": check_starts,
         "model": note_unused,
         "settings": note_tools,
         "record": note_probabilities,

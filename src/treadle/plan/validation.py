@@ -13,6 +13,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.registry import check_name, how_to_install
 from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import LARGEST_TOP_K, check_reports_experts, find_python
+from treadle.loop.starts import load_curriculum
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.plan.config import RunConfig
 from treadle.plan.other_models import check_models, check_url
@@ -92,6 +93,8 @@ def check_settings(config: RunConfig) -> None:
                 "rollout.top_k, top_p or min_p is set, but a vLLM server scores prompts over the whole vocabulary; "
                 "leave the filter out, or give the teacher as a path"
             )
+    if config.data.curriculum not in ("uniform", "informative"):
+        load_curriculum(config.data.curriculum)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     check_rollout(config)

@@ -418,7 +418,7 @@ class LoopState:
 
     cursor: groups started so far, in submission order; outstanding: those of them not taken for training.
     evaluations: held-out results so far, for the summary. failed_tasks: task_id -> consecutive groups with too few
-    graded attempts. began: date of the run in ISO format, for templates.
+    graded attempts. began: date of the run in ISO format, for templates. starts: `loop.starts.Starts.state`.
     """
 
     update: int = 0
@@ -430,6 +430,7 @@ class LoopState:
     outstanding: tuple[int, ...] = ()
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
     began: str = ""
+    starts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> LoopState:

@@ -20,10 +20,10 @@ from pathlib import Path
 from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, refusal, sync_file
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Group, Trajectory
+from treadle.core.types import Group, Step, Trajectory
 from treadle.record.ledger import Ledger
 from treadle.record.open_calls import OpenCalls
-from treadle.record.rollout_store import write_shard, write_traces
+from treadle.record.rollout_store import read_steps, write_shard, write_traces
 from treadle.record.run_directory import RunDirectory
 
 
@@ -76,6 +76,12 @@ class RunStore:
             await asyncio.wait({self._writing})
         if self.calls is not None:
             await self.calls.settled()
+
+    def steps(self, trajectory_id: str) -> list[Step]:
+        """Return the steps of a recorded trajectory. Raises RunError for an unknown one, DamageError for damage."""
+        if (row := self.ledger.trajectory(trajectory_id)) is None:
+            raise RunError(f"the ledger knows no trajectory {trajectory_id!r}")
+        return read_steps(self.run.rollouts, self.ledger.shard(row["shard"]), trajectory_id)
 
     async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
         """Write the traces of a trained batch, if any; the next checkpoint records the file."""

@@ -41,7 +41,7 @@ COMPACTIONS = _mean("compactions_mean", "compactions", "a summary took the place
 SUMMARY_TOKENS = _mean("summary_tokens_mean", "tokens", "sampled in summaries that `rollout.compaction` asked for")
 TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
 ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
-STARTS = _mean("starts", "share", "began in the middle of a recorded attempt, if any did")
+STARTS = _mean("starts", "share", "began in the middle of a recorded attempt (`rollout.starts`), if any did")
 START_STEPS = _mean("start_steps_mean", "steps", "replayed before those attempts' own")
 WHOLE_SUCCESS = _mean("whole_success", "share", "success of the other attempts of such an update")
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
@@ -228,7 +228,7 @@ def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of:
     values: dict[Metric, Sequence[float]] = {
         REWARD_MEAN: rewards,
         REWARD_POSITIVE: [reward > 0 for reward in rewards],
-        SUCCESS: [_success(t, success_at, success_of) for t in graded],
+        SUCCESS: [is_success(t, success_at, success_of) for t in graded],
         STEPS_MEAN: steps,
         STEPS_MAX: steps,
         COMPLETION_TOKENS_MEAN: tokens,
@@ -256,7 +256,7 @@ def _start_metrics(
     begun = [t.start.steps for t in graded if t.start is not None]
     if not begun:
         return {}
-    whole = [_success(t, success_at, success_of) for t in graded if t.start is None]
+    whole = [is_success(t, success_at, success_of) for t in graded if t.start is None]
     return {STARTS: [t.start is not None for t in graded], START_STEPS: begun, WHOLE_SUCCESS: whole}
 
 
@@ -291,7 +291,7 @@ def _attempt_metrics(everyone: Sequence[Trajectory]) -> Measures:
 
 def _task_metrics(groups: Sequence[Group], attempts: int, success_at: float, success_of: str | None) -> Measures:
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
-    passes = _passes([[_success(t, success_at, success_of) for t in own] for own in graded], attempts)
+    passes = _passes([[is_success(t, success_at, success_of) for t in own] for own in graded], attempts)
     values: dict[Metric, Sequence[float]] = {
         EQUAL_REWARDS: [len({t.reward for t in own}) == 1 for own in graded if own],
         **{PASS_AT.of(k): each for k, each in passes.items()},
@@ -349,7 +349,7 @@ def evaluation_result(
     """
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     everyone = [t for own in graded for t in own]
-    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
+    successes = [[is_success(t, success_at, success_of) for t in own] for own in graded]
     parts: dict[str, list[list[float]]] = {}
     for group, won in zip(groups, successes, strict=True):
         if won and (kind := kind_of(group.task, table_by)) is not None:
@@ -372,6 +372,7 @@ def evaluation_result(
     )
 
 
-def _success(trajectory: Trajectory, success_at: float, success_of: str | None) -> float:
+def is_success(trajectory: Trajectory, success_at: float, success_of: str | None) -> float:
+    """Return 1 if the reward, or its component `success_of`, is at least `success_at`, else 0."""
     reached = as_played(trajectory).given(success_of)
     return float(reached is not None and reached >= success_at)

@@ -31,7 +31,7 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.other_models import OPEN_MODELS, AttemptModels, MakeModel, OtherModel, open_models
+from treadle.rollout.other_models import OPEN_MODELS, AttemptModels, MakeModel, OtherModel, PolicyCopy, open_models
 from treadle.rollout.replay import AnsweredCall, Prefix, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
@@ -64,6 +64,11 @@ class Players:
         """Return the players by `Task.player`."""
         kinds = zip(PLAYERS, (self.environments, self.agents, self.drivers), strict=True)
         return {(kind, name): made for kind, named in kinds for name, made in named.items()}
+
+    def replays(self, task: Task) -> bool:
+        """Return whether attempts at the task can be replayed: its player is replayable, and plays no other role."""
+        copies = any(make is PolicyCopy for make in self.models.values())
+        return not copies and bool(getattr(made_class(self.by_task[task.player]), "replayable", True))
 
     @property
     def may_wait(self) -> bool:
@@ -100,7 +105,7 @@ class RolloutRunner(Protocol):
     """Plays attempts at tasks.
 
     sampling: as used in training. log: for attempts continued by a resumed run. prefixes: recorded steps with which
-    attempts begin, by number of the attempt; only given if there are any.
+    attempts begin, by number of the attempt.
     """
 
     sampling: SamplingParams

@@ -107,6 +107,23 @@ class CompactionConfig(Config):
         return value
 
 
+class StartsConfig(Config):
+    """Groups whose attempts begin in the middle of a recorded attempt at the same task."""
+
+    source: str = Field(
+        "own",
+        min_length=1,
+        description="recorded attempts: own (the run's, that succeeded), a file of trajectories or conversations with "
+        "task ids (.jsonl, .parquet, .json), or a function of the task that returns a conversation, module:function",
+    )
+    target: float = Field(
+        0.5, gt=0, lt=1, description="expected success of a start; a group begins at the step that comes nearest"
+    )
+    share: float = Field(
+        0.5, gt=0, le=1, description="share of the groups that may begin in the middle; the others begin at step 0"
+    )
+
+
 class RolloutConfig(Config):
     """How an agent plays one attempt."""
 
@@ -142,6 +159,9 @@ class RolloutConfig(Config):
     gateway: GatewayConfig = Field(GatewayConfig(), description="address at which agent programs reach the model")
     compaction: CompactionConfig | None = Field(
         None, description="summaries of long conversations with environments; null: none"
+    )
+    starts: StartsConfig | None = Field(
+        None, description="groups that begin in the middle of recorded attempts; null: none"
     )
 
     @model_validator(mode="after")

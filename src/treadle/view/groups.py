@@ -157,8 +157,13 @@ REASONS: Mapping[DropReason, Explanation] = {
     DropReason.CANCELLED: _dropped(
         "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
     ),
-    DropReason.REPLAYED: _dropped("another attempt sampled it; this one began after it, and its tokens are context."),
+    DropReason.REPLAYED: _dropped(
+        "another attempt sampled it; this one began after it, and its tokens are context.", "rollout.starts"
+    ),
     DropReason.REJECTED: _dropped("its answer was discarded; later steps do not build on it."),
+    DropReason.DIVERGED: _dropped(
+        "its attempt could not begin in the middle, where most of its group did.", "rollout.starts"
+    ),
     DropReason.MASKED: _dropped("it is a summary, and `rollout.compaction.trained` is false.", "rollout.compaction"),
     DropReason.STALE: _dropped(
         "its policy was too old by its update.", "orchestration.max_staleness", "orchestration.stale_policy"
