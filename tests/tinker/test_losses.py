@@ -75,6 +75,7 @@ CASES: list[tuple[str, Sequence[str], dict[str, float], Formula]] = [
     ("ppo", (*POLICY, *CLIPS), {}, ppo(0.8, 1.2)),
     ("cispo", POLICY, {}, cispo(0.8, 1.2)),
     ("cispo", POLICY, {"clip_high_threshold": 3.0}, cispo(0.8, 3.0)),
+    ("stable_reinforce", POLICY, {}, cispo(0.8, 1.2)),
     ("dro", POLICY, {}, dro(0.05)),
     ("dro", POLICY, {"beta": 0.7}, dro(0.7)),
     ("gspo", (*POLICY, "sequence_ratio_mask"), {}, gspo(0.8, 1.2)),
@@ -215,7 +216,6 @@ def test_a_shared_pair_is_computed_once() -> None:
 
 
 WRONG = [
-    ("stable_reinforce", {}, {}, "its definition is not published"),
     ("custom", {}, {}, "forward_backward_custom"),
     ("grpo", {}, {}, "unknown loss 'grpo'"),
     ("ppo", {}, {"beta": 1.0}, "no option 'beta'"),

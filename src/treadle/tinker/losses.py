@@ -80,6 +80,13 @@ def cispo(logp: Tensor, inputs: Inputs) -> Tensor:
     return -ratio.clamp(inputs[_LOW], inputs[_HIGH]) * logp * inputs["advantages"]
 
 
+def stable_reinforce(logp: Tensor, inputs: Inputs) -> Tensor:
+    """Return -sg(clip(r, 0.8, 1.2)) A logp, as `cispo` does by default; what Tinker's own servers compute is not
+    published. On data sampled by the weights that are trained, r = 1, and all variants of REINFORCE agree.
+    """
+    return cispo(logp, {**inputs, **{name: logp.new_tensor(bound) for name, bound in _CLIPS.items()}})
+
+
 def dro(logp: Tensor, inputs: Inputs) -> Tensor:
     """Return -(A logp - beta / 2 (log r)^2)."""
     quadratic = (logp - inputs["logprobs"]).square()
@@ -107,11 +114,11 @@ LOSSES: Mapping[str, Loss] = {
     "importance_sampling": Loss(importance_sampling, _POLICY, _UNUSED),
     "ppo": Loss(ppo, _POLICY, _UNUSED, _CLIPS),
     "cispo": Loss(cispo, _POLICY, _UNUSED, _CLIPS),
+    "stable_reinforce": Loss(stable_reinforce, _POLICY, _UNUSED),
     "dro": Loss(dro, _POLICY, _UNUSED, {"beta": 0.05}),
     "gspo": Loss(gspo, (*_POLICY, "sequence_ratio_mask"), _UNUSED, _CLIPS, couples=True),
 }
 _UNSUPPORTED = {
-    "stable_reinforce": "its definition is not published; use importance_sampling, or ppo on data that are not fresh",
     "custom": "losses are not run on the server; pass the function itself to forward_backward_custom",
 }
 
