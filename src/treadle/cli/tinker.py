@@ -103,5 +103,10 @@ async def _serve(
         console.line(f"recorded in {recording.path}")
         if served.resumed:
             console.line(f"took up {served.resumed} requests of the server before")
-        await stop.wait()
+        stopping = asyncio.create_task(stop.wait())
+        failing = asyncio.create_task(served.service.failed.wait())
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel(), failing.cancel()
+        if served.service.failure is not None:
+            raise served.service.failure
     console.line(f"recorded: {recording.calls} samples, in {recording.path}")

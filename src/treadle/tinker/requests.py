@@ -267,7 +267,7 @@ _UNSUPPORTED = {
     "kind": 'inflight sampling clients are not supported; save a "snapshot" again',
     "optimizer_params": "the only optimizer is Adam; send AdamParams",
     "optimizer_config": 'the only optimizer is Adam, "adamw"',
-    "image": "this server takes chunks of tokens only",
+    "chunks": "this server takes chunks of tokens only",
 }
 
 

@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -121,6 +121,8 @@ class Service:
         self._read: set[str] = set()  # results that a client has
         self._learner = ThreadPoolExecutor(1, "learner")
         self._keeper: asyncio.Task[None] | None = None
+        self.failed = asyncio.Event()  # set when the server cannot go on, for example because the disk is full
+        self.failure: BaseException | None = None
 
     async def start(self) -> int:
         """Take up the requests that a killed server left open; return their number."""
@@ -129,17 +131,17 @@ class Service:
         left = self.journal.open_requests()
         for request in left:
             self._enqueue(request)
-        self._keeper = asyncio.create_task(self._keep())
+        self._keeper = self._task(self._keep())
         return len(left)
 
-    async def close(self) -> None:
-        """End the work in progress, which a restart takes up again, and save all models' states."""
+    async def close(self, save: bool = True) -> None:
+        """End the work in progress, which a restart takes up again. save: models' states, so that it computes less."""
         tasks = [*(line.task for line in self._lines.values()), *self._sampling.values(), self._keeper]
         for task in filter(None, tasks):
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
         for model, line in self._lines.items():
-            if not line.changed:
+            if save and not line.changed:
                 await self._save_state(model, line)
         self._learner.shutdown()
         self._forget()
@@ -281,7 +283,7 @@ class Service:
 
     def _enqueue(self, request: Request) -> None:
         if request.kind == "sample":
-            self._sampling[request.ident] = asyncio.create_task(self._sample(request))
+            self._sampling[request.ident] = self._task(self._sample(request))
             return
         line = self._lines.get(request.owner)
         if line is None:
@@ -290,7 +292,17 @@ class Service:
         heapq.heappush(line.waiting, (request.seq, request.ident, request))
         line.arrived.set()
         if line.task is None:
-            line.task = asyncio.create_task(self._work(request.owner, line))
+            line.task = self._task(self._work(request.owner, line))
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.failure or error
+            self.failed.set()
 
     async def result(self, request: str, seconds: float) -> Finished | None:
         """Return a result, waiting up to some seconds; None if it is not there yet. Raises Refused for none at all."""
@@ -298,7 +310,8 @@ class Service:
         if finished is None:
             event = self._awaited.setdefault(request, asyncio.Event())
             with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await event.wait()
             finished = self._found(request)
         if finished is not None:
             self._read.add(request)
@@ -360,7 +373,8 @@ class Service:
             if line.waiting and line.waiting[0][0] <= line.done + 1:
                 return heapq.heappop(line.waiting)[2]
             try:
-                await asyncio.wait_for(line.arrived.wait(), self.limits.gap if line.waiting else self.limits.idle)
+                async with asyncio.timeout(self.limits.gap if line.waiting else self.limits.idle):
+                    await line.arrived.wait()
             except TimeoutError:
                 if line.waiting:
                     self._skip(model, line)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from treadle.core.errors import DataError
 from treadle.tinker.data import Array, Datum, Outputs, Sampled, Samples, Sparse, TopTokens
 
-_MESSAGES = """
+_DECLARATIONS = """
 SampleResponse: 1 repeated SampledSequence sequences, 2 optional bytes prompt_logprobs,
   3 optional TopkLogprobs topk_prompt_logprobs, 5 optional Tensor target_prompt_logprobs
 SampledSequence: 1 int32 stop_reason, 2 bytes tokens, 3 optional bytes logprobs,
@@ -72,7 +72,8 @@ def _declared(messages: str) -> dict[str, Any]:
             for m in file.message_type}  # fmt: skip
 
 
-_CLASSES = _declared(_MESSAGES)
+MESSAGES = _declared(_DECLARATIONS)
+"""Classes of the messages, by name."""
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
 _LARGEST = 2**27
@@ -105,7 +106,7 @@ class ForwardBackward:
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Read a request. Raises DataError for one that is malformed, or has chunks other than text."""
-    message = _CLASSES["ForwardBackwardRequest"]()
+    message = MESSAGES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
@@ -177,7 +178,7 @@ def _spans(messages: Iterable[Any]) -> list[Span]:
 
 def write_outputs(outputs: Outputs) -> bytes:
     """Write the result of a forward pass, in one record per datum because their second dimensions may differ."""
-    message = _CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    message = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for arrays in outputs.arrays:
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
         for name, array in arrays.items():
@@ -192,7 +193,7 @@ def write_outputs(outputs: Outputs) -> bytes:
 
 def write_samples(samples: Samples) -> bytes:
     """Write the result of sampling."""
-    message = _CLASSES["SampleResponse"](sequences=[_sequence(each) for each in samples.sequences])
+    message = MESSAGES["SampleResponse"](sequences=[_sequence(each) for each in samples.sequences])
     if samples.prompt_logprobs is not None:
         message.prompt_logprobs = _bytes(samples.prompt_logprobs, _FLOAT32)
     if samples.prompt_top is not None:
@@ -211,7 +212,7 @@ def write_samples(samples: Samples) -> bytes:
 
 
 def _sequence(sampled: Sampled) -> Any:
-    message = _CLASSES["SampledSequence"](
+    message = MESSAGES["SampledSequence"](
         stop_reason=int(sampled.stop_reason == "length"),
         tokens=_bytes(sampled.ids, _INT32),
         logprobs=_bytes(sampled.logprobs, _FLOAT32),
@@ -223,7 +224,7 @@ def _sequence(sampled: Sampled) -> Any:
 
 def _top(top: TopTokens) -> Any:
     length, k = top.ids.shape
-    return _CLASSES["TopkLogprobs"](
+    return MESSAGES["TopkLogprobs"](
         token_ids=_bytes(top.ids, _INT32), logprobs=_bytes(top.logprobs, _FLOAT32), k=k, length=length
     )
 
