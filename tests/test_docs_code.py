@@ -166,6 +166,8 @@ PLAYS: dict[str, Plays] = {
     "runs.md sums.yaml": Plays("environment arithmetic", "arithmetic", "arithmetic"),
     "runs.md python 1": Plays("environment arithmetic", "arithmetic", "arithmetic"),
     "search.md search.yaml": Plays("environment search", "questions.parquet"),
+    "starts.md yaml 1": Plays(*DEMO, over="demo"),
+    "starts.md yaml 2": Plays(*DEMO, over="demo"),
     "teachers.md yaml 1": Plays(*DEMO),
     "text-to-sql.md sql.yaml": Plays("environment text_to_sql", "skyrl_sql", "sql_questions"),
     "tracking.md yaml 1": Plays(*DEMO, over="demo"),

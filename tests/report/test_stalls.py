@@ -76,7 +76,18 @@ def rows(*parts: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
         ([(4, {"success": 0.1, "reward_mean": 0.1}), (3, {"success": 0.1, "reward_mean": 0.4})], {}),
         ([(8, {"success": 0.01})], {"flat": "success stays at 0.010 (0.010 in the first 4 updates), too rarely"}),
         ([(8, {"success": 0.25})], {}),
-        ([(30, {"success": 0.25})], {"flat": "though rewards within groups differ"}),
+        (
+            [(8, {"success": 0.01})],
+            {"flat": "rollout.starts, which begins groups in the middle of attempts that succeeded"},
+        ),
+        ([(30, {"success": 0.25})], {"flat": "try rollout.starts, demonstrations of whole attempts, data.curriculum"}),
+        ([(30, {"success": 0.25, "starts": 0.5})], {}),  # kept there by the choice of starts
+        ([(30, {"success": 0.4, "starts": 0.5, "whole_success": 0.1})], {"flat": "success stays at 0.100"}),
+        (
+            [(30, {"success": 0.4, "starts": 0.5, "whole_success": 0.1})],
+            {"flat": "differ; try demonstrations of whole"},
+        ),
+        ([(30, {"success": 0.4, "reward_mean": 0.0, "starts": 1.0, "whole_success": None})], {}),
         ([(30, {"success": 0.8})], {}),
         ([(30, {"success": None})], {}),
         ([(1, {"repeated_replies": 0.5})], {"repeated": "50% of the replies of update 1 repeat one token"}),

@@ -92,21 +92,35 @@ _HOW_TO_BEGIN = (
 )
 
 
+_STARTS = "rollout.starts, which begins groups in the middle of attempts that succeeded (docs/starts.md)"
+
+
 def _flat(updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the line for rewards that differ, or rise, without success."""
-    half = UPDATES // 2
-    first, last = updates[:half], updates[-half:]
+    """Return the line for rewards that differ, or rise, without success.
+
+    With `rollout.starts`, only attempts from the beginning count: starts keep the success of the others near a target.
+    """
+    half, begun = UPDATES // 2, any("starts" in row for row in updates)
+    whole = [
+        {**row, "success": row.get("whole_success"), "reward_mean": None} if "starts" in row else row for row in updates
+    ]
+    first, last = whole[:half], whole[-half:]
     success, reward = (tuple(_mean(name, part) for part in (first, last)) for name in ("success", "reward_mean"))
-    if success[1] >= 0.5 or abs(success[1] - success[0]) >= FLAT or min(*success, *reward) < 0:
+    if success[1] >= 0.5 or abs(success[1] - success[0]) >= FLAT or min(success) < 0 or (min(reward) < 0 and not begun):
         return {}
     what = f"success stays at {success[1]:.3f} ({success[0]:.3f} in the first {half} updates)"
-    if reward[1] - reward[0] >= ROSE:
+    if reward[1] - reward[0] >= ROSE and min(reward) >= 0:
         rose = f"rewards rose from {reward[0]:.2f} to {reward[1]:.2f}, and {what}"
         return {"flat": f"{rose}: the rewarded behavior is not the goal (docs/environments.md, 'Shaping')"}
     if success[1] < RARE:
-        return {"flat": f"{what}, too rarely to learn from: {_HOW_TO_BEGIN}"}
+        begin = "" if begun else f"{_STARTS}, or "
+        return {"flat": f"{what}, too rarely to learn from: {begin and 'set '}{begin}{_HOW_TO_BEGIN}"}
     if updates[-1]["update"] - updates[0]["update"] >= 3 * UPDATES:
-        return {"flat": f"{what}, though rewards within groups differ; try twice the training.optimizer.learning_rate"}
+        ways = "" if begun else "rollout.starts, "
+        return {
+            "flat": f"{what}, though rewards within groups differ; try {ways}demonstrations of whole attempts, "
+            "data.curriculum=informative (docs/starts.md), or twice the training.optimizer.learning_rate"
+        }
     return {}
 
 
