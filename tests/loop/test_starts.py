@@ -14,6 +14,7 @@ import pytest
 
 from tests.loop.killed_runs import Logged, in_child
 from tests.runs import check_finished, query, recorded, resume, start, updates
+from tests.view.conftest import asking
 from tests.worlds import Quiet, Vowels, make_step, tiny, tool, vowel_tasks
 from treadle.cli.main import main
 from treadle.core.errors import ConfigError
@@ -369,3 +370,42 @@ def test_an_asynchronous_run_with_starts_ends_with_nothing_undecided(tmp_path: P
     start(tmp_path / "run", *STARTS, "orchestration.max_staleness=2", "data.curriculum=informative")
     check_finished(tmp_path / "run")
     check_starts(tmp_path / "run")
+
+
+async def wandering(task: Task, client: Any) -> float:
+    """REPLIES calls over HTTP; the reward is the share of answers with a vowel."""
+    talk: list[Any] = [*task.prompt]
+    vowels = 0
+    for _ in range(REPLIES):
+        answer = await client.chat.completions.create(model="any", messages=talk)
+        said = answer.choices[0].message.content
+        vowels += any(c in "aeiou" for c in said.lower())
+        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": str(len(said))}]
+    return vowels / REPLIES
+
+
+def test_agents_over_the_gateway_begin_by_the_same_requests(tmp_path: Path) -> None:
+    agent = ("environment=", "agent=tests.loop.test_starts:wandering")
+    start(tmp_path / "run", *STARTS, *agent, progress=(said := Quiet()))
+    check_finished(tmp_path / "run")
+    assert check_starts(tmp_path / "run") > 6
+    assert not [line for line in said.lines if "did not repeat" in line]
+
+
+def test_what_is_shown_names_the_attempt_that_was_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path / "run", *STARTS)
+    sql = "SELECT trajectory_id, start_source, start_steps, completion_tokens FROM trajectories WHERE start_steps > 0"
+    rows = query(tmp_path / "run", sql)
+    capsys.readouterr()
+    run = str(tmp_path / "run")
+    assert main(["show", run, rows[0]["trajectory_id"]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"began after {rows[0]['start_steps']} steps of {rows[0]['start_source']}, which are context" in shown
+    assert f"{rows[0]['completion_tokens']} sampled tokens in {REPLIES} steps" in shown
+    assert main(["show", run]) == 0 and "began at" in capsys.readouterr().out
+    assert main(["report", run]) == 0
+    report = capsys.readouterr().out
+    assert f"{len(rows)} attempts of {len(rows) // 3} groups began in the middle of recorded ones" in report
+    [listed] = asking(tmp_path / "run")("runs")["runs"]
+    attempt = asking(tmp_path / "run")(f"runs/{listed['key']}/trajectories/{rows[0]['trajectory_id']}")["attempt"]
+    assert (attempt["start_source"], attempt["start_steps"]) == (rows[0]["start_source"], rows[0]["start_steps"])

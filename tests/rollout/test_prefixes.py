@@ -28,6 +28,8 @@ from treadle.core.types import (
 )
 from treadle.envs.base import Environment, EnvStep
 from treadle.packing.flat import calls, flatten
+from treadle.record.rollout_store import step_of, step_row
+from treadle.rollout.config import StartsConfig
 from treadle.rollout.replay import Prefix
 from treadle.testing import FakeEngine
 
@@ -143,7 +145,8 @@ def test_other_observations_drop_the_start_by_name_and_nothing_is_mixed(world: A
     source, _ = played(world)
     new, sampled = played(world, prefix_of(source, 5 if world is Late else 7))
     assert new.start is None
-    assert "environment 'p' did not repeat its observations" in new.warning and "replayable = False" in new.warning
+    what = "ended before the step to begin with" if world is Brief else "did not repeat its observations"
+    assert f"environment 'p' {what}" in new.warning and "replayable = False" in new.warning
     assert all(step.dropped is None for step in new.steps) and sampled == len(new.steps)
     assert ids(new.steps)[0][1] != ids(source.steps)[0][1]
     assert all(made.closed for made in Echoing.instances)
@@ -227,3 +230,69 @@ def test_a_failure_within_the_prefix_is_the_environments() -> None:
     whole = attempt(Falling, engine, prefix=prefix_of(source, 3), max_steps=CALLS, max_input_tokens=10_000)
     new = asyncio.run(whole)
     assert (new.status, new.start, len(engine.calls)) == (Status.FAILED, Start("g000007.2", 3), 0)
+
+
+# Environments that go back
+
+
+class Sandbox(Environment):
+    """Counts its steps outside of itself, so that no replay may repeat them; `saved` outlives its instances."""
+
+    replayable, restorable = False, True
+    steps, saved = 0, dict[str, int]()
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self.count, self.ends = 0, CALLS
+        return [user("hello")]
+
+    def step(self, text: str) -> EnvStep:
+        Sandbox.steps, self.count = Sandbox.steps + 1, self.count + 1
+        return EnvStep([tool(f"{self.count}")], 1.0, self.count == self.ends, state=str(self.count))
+
+    async def snapshot(self) -> str:
+        self.saved[name := f"s{len(self.saved)}"] = self.count
+        return name
+
+    async def restore(self, task: Task, snapshot: str) -> None:
+        self.count, self.ends = self.saved[snapshot], CALLS
+
+
+def kept(trajectory: Trajectory) -> Trajectory:
+    """As it comes back from a shard."""
+    return replace(trajectory, steps=tuple(step_of(step_row(step)) for step in trajectory.steps))
+
+
+def in_sandbox(prefix: Prefix | None = None, begins: bool = True) -> tuple[Trajectory, int]:
+    engine, Sandbox.steps = FakeEngine(by_seed if prefix is None else by_other_seed), 0
+    settings = {"max_steps": CALLS, "max_input_tokens": 10_000, "starts": StartsConfig() if begins else None}
+    trajectory = asyncio.run(attempt(Sandbox, engine, prefix=prefix, **settings))
+    assert trajectory.failure is None, trajectory.failure
+    return trajectory, len(engine.calls)
+
+
+def test_an_environment_that_goes_back_is_restored_and_no_step_is_repeated() -> None:
+    source, _ = in_sandbox()
+    new, sampled = in_sandbox(prefix_of(kept(source), 8))
+    assert (new.start, sampled, Sandbox.steps, new.warning) == (Start("g000007.2", 8), CALLS - 8, CALLS - 8, "")
+    assert ids(new.steps[:8]) == ids(source.steps[:8])
+    assert new.steps[8].prompt_ids.tolist() == source.steps[8].prompt_ids.tolist()
+    assert [(step.reward, step.state_key) for step in new.steps] == [(s.reward, s.state_key) for s in source.steps]
+    third, sampled = in_sandbox(prefix_of(kept(new), 12))  # of one that was restored itself
+    assert (sampled, Sandbox.steps, ids(third.steps[:12])) == (CALLS - 12, CALLS - 12, ids(new.steps[:12]))
+
+
+def test_a_snapshot_that_is_gone_drops_the_start_by_name() -> None:
+    source, _ = in_sandbox()
+    Sandbox.saved.clear()
+    new, sampled = in_sandbox(prefix_of(source, 8))
+    assert (new.start, sampled, Sandbox.steps) == (None, CALLS, CALLS)
+    assert "environment 'p' could not be restored (restore raised KeyError" in new.warning
+
+
+def test_without_starts_there_are_no_snapshots_and_without_snapshots_no_starts() -> None:
+    Sandbox.saved.clear()
+    source, _ = in_sandbox(begins=False)
+    assert not Sandbox.saved and not any(step.answer for step in source.steps)
+    new, sampled = in_sandbox(prefix_of(source, 8))
+    assert (new.start, sampled, Sandbox.steps) == (None, CALLS, CALLS)
+    assert "environment 'p' has no snapshot of the step to begin with" in new.warning

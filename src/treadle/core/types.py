@@ -350,6 +350,8 @@ class Step:
                     or those left by `sampling.grammar` and `.forbidden` alone, or the engine did not report it
     probabilities   the sampler's, of its most probable ids at each token; None: not recorded, as without
                     `algorithm.centered_scores`
+    answer          the environment's answer, and a snapshot of its state after it, as JSON; "" unless `rollout.starts`
+                    restores such environments
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 
@@ -379,6 +381,7 @@ class Step:
     chat: ModelCall | None = None
     support: Support | None = None
     probabilities: Probabilities | None = None
+    answer: str = ""
 
     def __post_init__(self) -> None:
         fix = object.__setattr__

@@ -117,6 +117,8 @@ class Environment(Protocol):
     required_steps: model calls needed for a grade, known after `reset`. `rollout.max_steps` must not be lower.
     replayable: whether an interrupted attempt may be continued by resetting a new instance and replaying the recorded
     replies. False if `step` has external side effects that a replay would repeat.
+    restorable: whether `snapshot` and `restore` are written. With `rollout.starts`, attempts then begin in the middle
+    by restoring a snapshot rather than by replaying replies, so that the environment need not be replayable.
     models: the recipe's models beside the policy, for `async` methods: `await self.models["user"].chat(...)`.
     tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
     API. `ToolEnvironment` derives them from functions.
@@ -128,6 +130,7 @@ class Environment(Protocol):
     longest_wait: float = 0.0
     required_steps: int = 0
     replayable: ClassVar[bool] = True
+    restorable: ClassVar[bool] = False
     models: Mapping[str, Model] = Models()
     tool_schemas: Sequence[Mapping[str, Any]] = ()
     form: Form | None = None
@@ -159,6 +162,22 @@ class Environment(Protocol):
         ended: `done` (reported by `step`), `max_steps` (`rollout.max_steps` calls were made) or `context` (the next
         prompt would not have fitted). The reward is treated like a step's: `rewards.weights` apply, evaluations count
         it, and shaping and `rewards.overlong` follow it.
+        """
+        return None
+
+    @_or_plain
+    async def snapshot(self) -> str:
+        """Return the state after the last `step`, as text for `restore`: data, or the name of a sandbox's snapshot.
+
+        Only for `restorable` environments, and only called with `rollout.starts`. The text is part of the attempt's
+        record, and what it names must outlive the environment.
+        """
+        return ""
+
+    @_or_plain
+    async def restore(self, task: Task, snapshot: str) -> None:
+        """Start a new attempt in this state, in place of `reset` and the steps before it. If it raises, the attempt
+        begins at the beginning, with a new environment.
         """
         return None
 

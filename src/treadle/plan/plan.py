@@ -77,7 +77,7 @@ def make(config: RunConfig, inputs: Inputs, before: RunConfig | None = None) -> 
         inputs,
         config.trainer,
         config.runtime,
-        replace(config.loop, train=inputs.train, held_out=inputs.held_out, may_start=inputs.players.replays),
+        replace(config.loop, train=inputs.train, held_out=inputs.held_out, may_start=inputs.players.may_start),
         engine,
         alone,
         repeats=synchronous and engine.kind != "vllm" and engine.lock_step is not False,

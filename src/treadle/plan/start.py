@@ -199,7 +199,7 @@ def check_starts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log:
     if config.rollout.starts is None:
         return
     tasks = {task.player: task for task in reversed(inputs.train)}
-    fixed = [f"{kind} {name!r}" for (kind, name), task in sorted(tasks.items()) if not inputs.players.replays(task)]
+    fixed = [f"{kind} {name!r}" for (kind, name), task in sorted(tasks.items()) if not inputs.players.may_start(task)]
     if len(fixed) == len(tasks):
         raise ConfigError(
             f"rollout.starts is set, but {fixed[0]} cannot be replayed (replayable is False on it, or the policy plays "
@@ -208,7 +208,7 @@ def check_starts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log:
     for player in fixed:
         log(f"rollout.starts: tasks of {player} begin at step 0, because it cannot be replayed (replayable = False)")
     if (demonstrated := load_demonstrated(config.rollout.starts.source, renderer)) is not None:
-        demonstrated(next(task for task in inputs.train if inputs.players.replays(task)))
+        demonstrated(next(task for task in inputs.train if inputs.players.may_start(task)))
 
 
 StartCheck = Callable[[Inputs, ChatRenderer, RunConfig, Callable[[str], None]], object]

@@ -70,6 +70,7 @@ STEP_SCHEMA = pa.schema(
         # Missing in older runs.
         "calls": pa.list_(pa.string()),  # calls of other models, each as JSON
         "withheld": pa.int32(),
+        "answer": pa.string(),  # of a restorable environment
         "chat": pa.string(),  # the call of a model behind a URL, as JSON
     }
 )
@@ -263,6 +264,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
         given=Reward(dict(row["components"]), row["token_rewards"]),
         calls=tuple(map(_call, row.get("calls") or ())),
         withheld=row.get("withheld") or 0,
+        answer=row.get("answer") or "",
         chat=_call(row["chat"]) if row.get("chat") else None,
     )
 

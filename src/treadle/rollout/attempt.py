@@ -32,7 +32,7 @@ from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.other_models import OPEN_MODELS, AttemptModels, MakeModel, OtherModel, PolicyCopy, open_models
-from treadle.rollout.replay import AnsweredCall, Prefix, Replay
+from treadle.rollout.replay import CHANGED, AnsweredCall, Prefix, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -65,10 +65,12 @@ class Players:
         kinds = zip(PLAYERS, (self.environments, self.agents, self.drivers), strict=True)
         return {(kind, name): made for kind, named in kinds for name, made in named.items()}
 
-    def replays(self, task: Task) -> bool:
-        """Return whether attempts at the task can be replayed: its player is replayable, and plays no other role."""
-        copies = any(make is PolicyCopy for make in self.models.values())
-        return not copies and bool(getattr(made_class(self.by_task[task.player]), "replayable", True))
+    def may_start(self, task: Task) -> bool:
+        """Return whether attempts at the task may begin in the middle: its player can be replayed or restored, and the
+        policy plays no other role.
+        """
+        copies, player = any(make is PolicyCopy for make in self.models.values()), made_class(self.by_task[task.player])
+        return not copies and bool(getattr(player, "replayable", True) or getattr(player, "restorable", False))
 
     @property
     def may_wait(self) -> bool:
@@ -147,7 +149,10 @@ class _Attempt:
         try:
             played = await task
             if replay.first and played.failure is None and len(played.steps) <= replay.first:
-                replay.diverged_at, replay.lost_start = len(played.steps), True
+                replay.diverged_at, replay.lost_start = (
+                    len(played.steps),
+                    f"ended before the step to begin with{CHANGED}",
+                )
                 return None
             return played
         except asyncio.CancelledError:
@@ -157,13 +162,9 @@ class _Attempt:
 
     @property
     def divergence(self) -> str:
-        """What to record of an attempt that diverged from its prefix; "" if it diverged from its own calls."""
-        if self.spec.replay is None or not self.spec.replay.lost_start:
-            return ""
-        return (
-            f"{self.user.name} did not repeat its observations when the steps of a recorded attempt were replayed: it "
-            "is not deterministic, or was changed; the attempt began at step 0 (replayable = False on it: no starts)"
-        )
+        """What to record of an attempt that could not begin with its prefix; "" for any other."""
+        why = "" if self.spec.replay is None else self.spec.replay.lost_start
+        return f"{self.user.name} {why}; the attempt began at step 0" if why else ""
 
     async def play(self) -> Trajectory:
         started = time.perf_counter()
@@ -246,8 +247,8 @@ class Rollouts:
         that a lock-step engine knows of every attempt before the first one calls it.
         """
         driver = self._drivers[task.player]
-        if (log is not None or prefixes) and not driver.replays(task):
-            log, prefixes = None, NO_PREFIXES
+        log = log if log is not None and driver.replays(task) else None
+        prefixes = prefixes if prefixes and driver.may_start(task) else NO_PREFIXES
         specs = [self._spec(group_id, a, sampling or self.sampling, log, prefixes.get(a.attempt)) for a in addresses]
         futures: list[asyncio.Future[Trajectory]] = []
         for attempt in [self._open(driver, task, spec) for spec in specs]:

@@ -40,6 +40,9 @@ class AnsweredCall:
     completion: Completion
 
 
+CHANGED = ": it is not deterministic, or was changed (replayable = False on it: no starts)"
+
+
 def request_digest(prompt: Ids, sampling: SamplingParams) -> bytes:
     """Return a digest of a request, excluding its seed, which follows from the call's number."""
     asked = blake2b(repr(replace(sampling, seed=0)).encode(), digest_size=16)
@@ -88,7 +91,8 @@ class Replay:
     returns an awaitable for that; None: nothing is kept. prefix: steps of another attempt with which it begins.
 
     first: number of the first call of its own. count: number of recorded calls, the prefix's included. diverged_at:
-    number of the call at which the attempt diverged from them; None so far. lost_start: whether from the prefix.
+    number of the call at which the attempt diverged from them; None so far. lost_start: why it cannot begin with the
+    prefix; "" if it can, so far.
     is_outdated: whether the engine's version differs; otherwise the call was not the recorded one.
     on_divergence: called on divergence; must cancel the attempt.
     """
@@ -105,7 +109,7 @@ class Replay:
         self.count = self.first + len(recorded)
         self._writing: Awaitable[None] | None = None
         self.diverged_at: int | None = None
-        self.is_outdated = self.lost_start = False
+        self.is_outdated, self.lost_start = False, ""
         self.on_divergence: Callable[[], object] = lambda: None
 
     async def context(self, number: int, prompt: Ids) -> Step | None:
@@ -119,9 +123,15 @@ class Replay:
                 return self._context.pop(candidate)
         after = None if self.prefix is None else self.prefix.after
         if number < self.first or (number == self.first and after is not None and not np.array_equal(after, prompt)):
-            self.lost_start = True
-            await self.give_up(number)
+            await self.lose_start(
+                number, f"did not repeat its observations when recorded replies were replayed{CHANGED}"
+            )
         return None
+
+    async def lose_start(self, number: int, why: str) -> NoReturn:
+        """Have the attempt played again without its prefix. Never returns. why: of its player, for the record."""
+        self.lost_start = why
+        await self.give_up(number)
 
     async def answer(self, number: int, request: bytes) -> AnsweredCall | None:
         """Return the recorded call; None if there is none, once the calls before it are durable: at most one answer per

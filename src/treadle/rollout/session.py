@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from treadle.rendering.conversation import Conversation
 from treadle.rendering.forms import Turn, turn_grammar
 from treadle.rendering.identity import Prompt, Record
 from treadle.rendering.replies import THOUGHT_TAGS, Parser, ReplyParser, Tool, parser_name, plain
-from treadle.rollout.replay import AnsweredCall, Replay, request_digest
+from treadle.rollout.replay import AnsweredCall, Prefix, Replay, request_digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -283,6 +283,20 @@ class Session:
         if state:
             key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
             self._steps[number] = replace(self._steps[number], state_key=key)
+
+    def set_answer(self, number: int, answer: str) -> None:
+        """Record the environment's answer to call `number`, with its snapshot (`Step.answer`)."""
+        self._steps[number] = replace(self._steps[number], answer=answer)
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """The steps with which the attempt begins."""
+        return None if self._spec.replay is None else self._spec.replay.prefix
+
+    async def lose_start(self, why: str) -> NoReturn:
+        """Have the attempt played again from the beginning. Never returns."""
+        assert self._spec.replay is not None
+        await self._spec.replay.lose_start(len(self._steps), why)
 
     def close(self) -> None:
         """Close the engine's session, which copies share. Idempotent."""

@@ -83,6 +83,10 @@ class AttemptDriver(Protocol[S]):
         """Return whether attempts at the task are `replayable`."""
         return self.replayable
 
+    def may_start(self, task: Task) -> bool:
+        """Return whether attempts at the task may begin with recorded steps (`rollout.starts`)."""
+        return self.replays(task)
+
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """Wait until one more attempt may begin, and hold its slot. Time limits count from then on."""

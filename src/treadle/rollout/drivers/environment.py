@@ -9,8 +9,9 @@ continues (`rollout.compaction`).
 from __future__ import annotations
 
 import inspect
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from treadle.core.errors import Cause, ConfigError, ContextExceeded, StepsExceed
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
-from treadle.core.types import Form, Message, Status, StopReason, Task, as_messages
+from treadle.core.types import DropReason, Form, Message, Status, StopReason, Task, as_messages
 from treadle.core.user_functions import described, name_of
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
 from treadle.envs.tasks import REWARD_FUNCTION, SingleTurn, made_class
@@ -52,6 +53,9 @@ class EnvironmentDriver(AttemptDriver[Session]):
     def replays(self, task: Task) -> bool:
         return bool(getattr(made_class(self._environments[task.environment]), "replayable", True))
 
+    def may_start(self, task: Task) -> bool:
+        return self.replays(task) or _is_restorable(self._environments[task.environment])
+
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         """Play an attempt and close its environment. A failing `close` is a warning and leaves the reward unchanged."""
         factory = self._environments[task.environment]
@@ -76,7 +80,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
     ) -> StepsExceeded | ContextExceeded | None:
         """Play an attempt from its first prompt to its last reward; return the limit that ended it, or None."""
         await environment.make()
-        history = History(await environment.reset(task), self._config.conversation == "single_message")
+        opening, snapshots = await self._begin(environment, task, session), self._takes_snapshots(task)
+        history = History(opening, self._config.conversation == "single_message")
         session.parse = self._parse if environment.takes_reply else session.parse
         limit: StepsExceeded | ContextExceeded | None = None
         state = ""
@@ -89,7 +94,12 @@ class EnvironmentDriver(AttemptDriver[Session]):
                 limit = error
                 break
             session.set_state(reply.number, state)
-            answer = await environment.step(reply.message, reply.text)
+            if environment.is_restored and reply.step.dropped is DropReason.REPLAYED:
+                answer = environment.answered(reply.step.answer)
+            else:
+                answer = await environment.step(reply.message, reply.text)
+            if snapshots and not answer.done and not reply.step.answer:
+                session.set_answer(reply.number, _as_json(answer, opening, await environment.snapshot()))
             if answer.rejected:
                 session.reject(reply.number)
             else:
@@ -109,6 +119,25 @@ class EnvironmentDriver(AttemptDriver[Session]):
         session.reward_last(Reward.of(finish.reward), add=True)
         environment.reward_copies(finish.rewards)
         return limit
+
+    def _takes_snapshots(self, task: Task) -> bool:
+        return self._config.starts is not None and _is_restorable(self._environments[task.environment])
+
+    async def _begin(self, environment: IsolatedEnvironment, task: Task, session: Session) -> Sequence[Message]:
+        """Start the attempt: restore the state after its prefix, if there is a snapshot of it, or reset.
+
+        Returns the first messages. An attempt whose prefix can neither be restored nor replayed begins anew without it.
+        """
+        if (prefix := session.prefix) is None or not self._takes_snapshots(task):
+            return await environment.reset(task)
+        if not (answer := prefix.steps[-1].answer):
+            return await environment.reset(task) if self.replays(task) else await session.lose_start(_NO_SNAPSHOT)
+        recorded = json.loads(answer)
+        try:
+            await environment.restore(task, recorded["snapshot"])
+        except TrajectoryFailure as failure:
+            await session.lose_start(f"could not be restored ({failure.message})")
+        return as_messages(recorded["opening"], "recorded messages")
 
     async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
         """Sample the next reply; if the history is too long, first replace it by a summary.
@@ -143,6 +172,22 @@ class EnvironmentDriver(AttemptDriver[Session]):
         raise ContextExceeded(tokens, self._config.max_input_tokens)
 
 
+_NO_SNAPSHOT = "has no snapshot of the step to begin with, and cannot be replayed"
+_ANSWER = ("observations", "done", "state", "history", "rejected")  # fields of EnvStep that are plain data
+
+
+def _is_restorable(factory: EnvironmentFactory) -> bool:
+    return bool(getattr(made_class(factory), "restorable", False))
+
+
+def _as_json(answer: EnvStep, opening: Sequence[Message], snapshot: str) -> str:
+    """Return an environment's answer with what restores the state after it; the opening for every step is the same."""
+    plain = {name: getattr(answer, name) for name in _ANSWER}
+    given = Reward.of(answer.reward)
+    reward = {"components": dict(given.components), "tokens": None if given.tokens is None else given.tokens.tolist()}
+    return json.dumps({**plain, "info": dict(answer.info), "reward": reward, "opening": opening, "snapshot": snapshot})
+
+
 def _options(history: History, environment: IsolatedEnvironment) -> CallOptions:
     return CallOptions(
         tool_calls=environment.takes_reply,
@@ -158,8 +203,9 @@ class IsolatedEnvironment:
     `async` methods run on the event loop, others on the attempt's thread. An environment given as a class is also
     constructed there, unless its `step` is `async`.
 
-    longest_wait: set by `make`. tools, takes_reply (whether `step` takes a parsed `Reply`), required_steps: set by
-    `reset`. copies: roles of the policy beside the attempt's own.
+    is_restored: whether it began with `restore`. longest_wait: set by `make`. tools, takes_reply (whether `step` takes
+    a parsed `Reply`), required_steps: set by `reset` and `restore`. copies: roles of the policy beside the attempt's
+    own.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, config: RolloutConfig) -> None:
@@ -167,7 +213,7 @@ class IsolatedEnvironment:
         self.copies = user.models.copies if user.models else []
         self._environment: Environment | None = None
         self.metrics: EnvMetrics
-        self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
+        self.longest_wait, self.required_steps, self.takes_reply, self.is_restored = 0.0, 0, False, False
         self.tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -186,8 +232,7 @@ class IsolatedEnvironment:
 
     async def reset(self, task: Task) -> list[Message]:
         """Start the attempt and return its first messages. Fails if it needs more than `rollout.max_steps` calls."""
-        if Environment in type(self._environment).__mro__:
-            self._environment.task = task  # type: ignore[union-attr]  # in case `reset` does not store it
+        self._set_task(task)
         messages = await self._call("reset", task, check=self._checked_reset)
         if self.required_steps > self._config.max_steps:
             raise _failure(
@@ -195,6 +240,26 @@ class IsolatedEnvironment:
                 f"{self._config.max_steps}; set rollout.max_steps={self.required_steps}, or let it take fewer turns"
             )
         return messages
+
+    def _set_task(self, task: Task) -> None:
+        if Environment in type(self._environment).__mro__:
+            self._environment.task = task  # type: ignore[union-attr]  # in case `reset` does not store it
+
+    async def restore(self, task: Task, snapshot: str) -> None:
+        """Start the attempt in a recorded state."""
+        self._set_task(task)
+        await self._call("restore", task, snapshot, check=lambda _: self._note_interface())
+        self.is_restored = True
+
+    async def snapshot(self) -> str:
+        return await self._call("snapshot", check=_checked_snapshot)
+
+    def answered(self, answer: str) -> EnvStep:
+        """Return a recorded answer, and count its metrics."""
+        fields = json.loads(answer)
+        reward = Reward(fields["reward"]["components"], fields["reward"]["tokens"])
+        plain = {name: fields[name] for name in (*_ANSWER, "info")}
+        return self._checked_step(EnvStep(**plain, reward=reward))
 
     async def step(self, reply: Message, text: str) -> EnvStep:
         """Act on a reply. text: its content, with the stop string that ended it."""
@@ -258,12 +323,15 @@ class IsolatedEnvironment:
 
     def _checked_reset(self, value: object) -> list[Message]:
         messages = _checked_messages(value, "reset")
+        self._note_interface()
+        return list(messages)
+
+    def _note_interface(self) -> None:
         environment: Any = self._environment
         self.tools = tuple(getattr(environment, "tool_schemas", ()))
         self.required_steps = int(getattr(environment, "required_steps", 0))
         annotations = [p.annotation for p in inspect.signature(environment.step).parameters.values()]
         self.takes_reply = any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
-        return list(messages)
 
     def _checked_step(self, value: object) -> EnvStep:
         if not isinstance(value, tuple) or not 4 <= len(value) <= len(EnvStep._fields):
@@ -323,6 +391,12 @@ def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> 
     if not messages and not may_be_empty:
         raise _failure(f"{where} gave no messages for the agent to read, and is not done")
     return messages
+
+
+def _checked_snapshot(value: object) -> str:
+    if not isinstance(value, str):
+        raise _failure(f"snapshot must return text, got {value!r:.100}")
+    return value
 
 
 def _checked_reward(value: object, method: str, environment: object) -> Reward:
