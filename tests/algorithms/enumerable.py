@@ -7,16 +7,17 @@ own in each state: one parameter for each state and reply, D in all.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.models import make_group, make_step
 from treadle.core.draws import Stream, call_seed, token_uniforms
-from treadle.core.types import BreakCause, Group, Step
+from treadle.core.types import BreakCause, DropReason, Group, Start, Step, Trajectory
 from treadle.packing.flat import FlatBatch
 
 Vector = NDArray[np.float64]
@@ -24,6 +25,18 @@ Said = tuple[int, ...]
 """Replies from the first one on: a state, or an attempt."""
 REPLIES = range(3)
 LENGTHS = (1, 3, 2)  # tokens of each reply; all is decided by the first
+
+
+Chances = Callable[[Sequence[Step]], Vector]
+
+
+class Tree(NamedTuple):
+    """An attempt, and others that go on from its step `fork`, which was drawn with `chance`; None: set beforehand."""
+
+    first: Said
+    fork: int
+    chance: float | None
+    branches: tuple[Said, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +104,9 @@ class World:
                 prompt = [*prompt, *_tokens(reply), 7]
             for reply, reward in enumerate(self.rewards[state]):
                 cause = BreakCause.SUMMARY if state else None  # each turn is a segment
-                made[(*state, reply)] = replace(make_step(prompt, _tokens(reply)), reward=reward, break_cause=cause)
+                logprobs = [math.log(self.policy[state][reply])] + [0.0] * (LENGTHS[reply] - 1)
+                step = make_step(prompt, _tokens(reply), logprobs=logprobs)
+                made[(*state, reply)] = replace(step, reward=reward, break_cause=cause)
         return made
 
     def steps(self, attempt: Said) -> list[Step]:
@@ -99,6 +114,32 @@ class World:
 
     def group(self, attempts: Sequence[Said], index: int = 0) -> Group:
         return make_group([(self.steps(attempt), self.reward(attempt)) for attempt in attempts], index)
+
+    def tree_group(self, trees: Sequence[Tree], index: int = 0) -> Group:
+        """A group of trees: each first attempt, then its branches."""
+        group = self.group([attempt for tree in trees for attempt in (tree.first, *tree.branches)], index)
+        made, attempts = list[Trajectory](), iter(group.trajectories)
+        for tree in trees:
+            made.append(first := next(attempts))
+            for _ in tree.branches:
+                branch, fork = next(attempts), tree.fork
+                own = enumerate(branch.steps)
+                steps = (replace(s, dropped=DropReason.REPLAYED) if n < fork else s for n, s in own)
+                start = Start(first.trajectory_id, fork, tree.chance)
+                made.append(replace(branch, steps=tuple(steps), start=start))
+        return replace(group, trajectories=tuple(made))
+
+    def trees(self, width: int, chances: Chances) -> list[tuple[float, Tree]]:
+        """All trees, each with its probability. chances: of a fork at each step of an attempt."""
+        found = []
+        for first in self.attempts:
+            forks = [(n, chance) for n, chance in enumerate(chances(self.steps(first))) if chance > 0]
+            for fork, chance in forks or [(0, 1.0)]:
+                for branches in itertools.product(self.after(first[:fork]), repeat=width - 1):
+                    drawn = math.prod(self.probability(branch, fork) for branch in branches)
+                    whole = self.probability(first) * chance * drawn
+                    found.append((whole, Tree(first, fork, chance if forks else None, branches)))
+        return found
 
     def state(self, step: Step) -> Said:
         """The state in which a step was sampled, from its prompt."""

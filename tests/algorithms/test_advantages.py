@@ -75,6 +75,7 @@ REFERENCES: dict[str, Reference] = {
     "gigpo": _of_main_steps(lambda g, o: slow.gigpo(g, o.gamma, o.weight, o.norm_by_std)),
     "reinforce++": _of_trained(lambda groups, o: slow.reinforce_plus_plus(groups, o.gamma)),
     "reinforce++_baseline": _of_trained(lambda groups, o: slow.reinforce_plus_plus_baseline(groups)),
+    "forks": _of_trajectories(lambda r, o: slow.rloo(r)),  # no attempt branches here
     "gae": _of_trained(lambda groups, o: [a for g in groups for t in g for a in slow.gae(t, o.gamma, o.gae_lambda)]),
 }
 OPTIONS: dict[str, list[Any]] = {
@@ -83,6 +84,7 @@ OPTIONS: dict[str, list[Any]] = {
     "gae_lambda": [1.0, 0.8, 0.0],
     "weight": [1.0, 0.3],
     "scope": ["step", "segment"],
+    "baseline": ["fork", "tree"],
 }
 
 

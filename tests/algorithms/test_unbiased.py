@@ -21,7 +21,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.distillation import turn_credit
 from treadle.algorithms.estimators import Advantage, Signals, advantages
 from treadle.algorithms.reductions import token_weights
-from treadle.core.types import DropReason, Group
+from treadle.core.types import DropReason, Group, Start, Trajectory
 from treadle.packing.flat import FlatBatch, flatten
 
 TURNS = sorted(worlds())
@@ -107,6 +107,43 @@ def test_a_step_that_is_too_old_takes_its_own_part_of_the_gradient_and_no_other(
     found = everything(2, 2, stale=stale).expected(AlgorithmConfig(**SUM, advantage=advantage))
     parts = worlds()[2].gradient()
     np.testing.assert_allclose(found, parts.sum(0) - parts[stale] / 2, rtol=1e-12, atol=1e-15)
+
+
+# Groups that begin in the middle of a recorded attempt
+
+START = (2,)
+
+
+@cache
+def started(turns: int, size: int) -> Everything:
+    """All groups whose attempts go on from a recorded attempt's first step."""
+    world, groups = worlds()[turns], worlds()[turns].groups(size, START)
+    made = [begun(world.group(attempts, index)) for index, (_, attempts) in enumerate(groups)]
+    return Everything(world, flatten(made), np.array([probability for probability, _ in groups]), size)
+
+
+def begun(group: Group) -> Group:
+    def replayed(t: Trajectory) -> Trajectory:
+        first, *own = t.steps
+        return replace(t, steps=(replace(first, dropped=DropReason.REPLAYED), *own), start=Start("g000099.0", 1))
+
+    return replace(group, trajectories=tuple(map(replayed, group.trajectories)))
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize(("fields", "scale"), UNBIASED, ids=name_of)
+def test_a_start_leaves_them_unbiased_for_what_follows_it(
+    fields: dict[str, Any], scale: Callable[[int], float], turns: int
+) -> None:
+    found = started(turns, 2).expected(AlgorithmConfig(**SUM, **fields))
+    parts = worlds()[turns].gradient(START)
+    assert not parts[0].any()  # the replayed step is not trained
+    np.testing.assert_allclose(found, scale(2) * parts.sum(0), rtol=1e-12, atol=1e-15)
+
+
+def test_a_start_has_another_gradient_than_the_beginning() -> None:
+    found = [angle(world.gradient(START).sum(0), world.gradient().sum(0)) for world in worlds().values()]
+    assert_documented(found, "76.5° / 49.4°")
 
 
 # Turns that are credited with what a frozen model gets to know by them

@@ -28,7 +28,7 @@ def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
     Source: Shao et al. 2024, "DeepSeekMath", eq. 10-12; without std: Liu et al. 2025, "Dr. GRPO".
     """
     advantages = np.zeros(len(rewards))
-    for members in _unequal_groups(rewards, group):
+    for members in unequal_groups(rewards, group):
         centered = rewards[members] - rewards[members].mean()
         advantages[members] = centered / (rewards[members].std(ddof=1) + _EPSILON) if norm_by_std else centered
     return advantages
@@ -42,7 +42,7 @@ def rloo(rewards: Doubles, group: Indices) -> Doubles:
     2024, "Back to basics".
     """
     advantages = np.zeros(len(rewards))
-    for members in _unequal_groups(rewards, group):
+    for members in unequal_groups(rewards, group):
         centered = rewards[members] - rewards[members].mean()
         advantages[members] = centered * len(members) / (len(members) - 1)
     return advantages
@@ -59,7 +59,7 @@ def maxrl(rewards: Doubles, group: Indices) -> Doubles:
     if (rewards < 0).any():
         raise DataError(f"advantage maxrl needs rewards >= 0, got {rewards.min()}; choose grpo or rloo")
     advantages = np.zeros(len(rewards))
-    for members in _unequal_groups(rewards, group):
+    for members in unequal_groups(rewards, group):
         mean = rewards[members].mean()
         advantages[members] = (rewards[members] - mean) / mean
     return advantages
@@ -147,7 +147,7 @@ def reinforce_plus_plus_baseline(
     an advantage. Source: Hu 2025, "REINFORCE++", the baseline variant with several samples per prompt.
     """
     centered, informative = np.zeros(len(rewards)), np.zeros(len(rewards), np.bool_)
-    for members in _unequal_groups(rewards, group):
+    for members in unequal_groups(rewards, group):
         centered[members] = rewards[members] - rewards[members].mean()
         informative[members] = True
     used = mask & informative[trajectory]
@@ -245,6 +245,6 @@ def _groups(group: Indices) -> Iterator[Indices]:
     yield from (part for part in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(part))
 
 
-def _unequal_groups(values: Doubles, group: Indices) -> Iterator[Indices]:
+def unequal_groups(values: Doubles, group: Indices) -> Iterator[Indices]:
     """Yield the members of each group with unequal values; a group of one has equal values."""
     yield from (members for members in _groups(group) if values[members].min() < values[members].max())

@@ -40,6 +40,14 @@ class GigpoConfig(NormConfig, DiscountConfig):
     weight: float = Field(1.0, ge=0, description="weight of the step advantage")
 
 
+class ForksConfig(Config):
+    """Options of advantage forks."""
+
+    baseline: Literal["fork", "tree"] = Field(
+        "fork", description="compare a branch with the others at its fork, or with the group's other trees"
+    )
+
+
 class GaeConfig(DiscountConfig):
     """Options of advantage gae, discounted per trained token."""
 

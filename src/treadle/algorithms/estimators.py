@@ -29,11 +29,13 @@ from treadle.algorithms.advantages import (
 from treadle.algorithms.config import (
     AlgorithmConfig,
     DiscountConfig,
+    ForksConfig,
     GaeConfig,
     GigpoConfig,
     NormConfig,
     StepReturnConfig,
 )
+from treadle.algorithms.forks import Forks, forked
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.outcomes import by_role
@@ -103,6 +105,7 @@ class Advantage:
     needs_values: uses `Signals.values`. The value head learns values + advantage, so do not whiten the advantage.
     by_group: compares attempts within a group, so that a group of one trains nothing.
     by_step, by_token: uses rewards of single steps or tokens; otherwise only a trajectory's sum.
+    by_fork: knows that attempts may branch from a sibling's step (`rollout.forks`), and are then not independent.
     """
 
     per_token: Estimator
@@ -111,6 +114,7 @@ class Advantage:
     by_group: bool = True
     by_step: bool = False
     by_token: bool = False
+    by_fork: bool = False
 
 
 ADVANTAGE_FUNCTION = Expected(
@@ -238,6 +242,12 @@ def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, options: GigpoConf
     )
 
 
+def _forks(batch: FlatBatch, signals: Signals, options: ForksConfig) -> Doubles:
+    rewards, number = Rewards.of(batch, signals).trajectory, np.array(batch.step_number, np.int64)
+    owner, group = batch.trajectory_of_step, batch.group_of_trajectory
+    return forked(rewards, group, Forks.of(batch), owner, number, options.baseline)[batch.step_id]
+
+
 def parent_tokens(batch: FlatBatch) -> Indices:
     """Return int64[N], the token from which each token takes its return.
 
@@ -283,6 +293,7 @@ RLOO = Advantage(_by_trajectory(lambda rewards, group, options: rloo(rewards, gr
 MAXRL = Advantage(_by_trajectory(lambda rewards, group, options: maxrl(rewards, group)))
 STEP_RETURN = Advantage(_by_main_step(_step_return), options_type=StepReturnConfig, by_step=True)
 GIGPO = Advantage(_by_main_step(_gigpo), options_type=GigpoConfig, by_step=True)
+FORKS = Advantage(_forks, options_type=ForksConfig, by_fork=True)
 REINFORCE_PLUS_PLUS = Advantage(
     _reinforce_plus_plus, options_type=DiscountConfig, by_group=False, by_step=True, by_token=True
 )

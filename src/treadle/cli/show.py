@@ -94,8 +94,12 @@ def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
     console.line(f"task {task['task_id']}, {kind} {task[kind]}{f', role {role}' if role else ''}")
     if task["ground_truth"] is not None:
         console.line(f"ground truth {task['ground_truth']!r}")
-    if row["start_source"] is not None:
-        console.line(f"began after {row['start_steps']} steps of {row['start_source']}, which are context: not trained")
+    if row["start_steps"]:
+        chance = row["start_probability"]
+        drawn = "" if chance is None else f" (drawn with probability {chance:.3g})"
+        console.line(
+            f"began after {row['start_steps']} steps of {row['start_source']}{drawn}, which are context: not trained"
+        )
     advantage = "" if row["advantage"] is None else f", advantage {row['advantage']:.4f}"
     unused = [step for step in row["steps"] if step["dropped"] in NOT_PLAYED]
     more = f", and {sum(len(s['tokens']) for s in unused)} in {len(unused)} that were not used" if unused else ""

@@ -32,6 +32,7 @@ class Stream(IntEnum):
     OTHER_MODEL = 8
     START = 9
     CURRICULUM = 10
+    FORK = 11
 
 
 def philox4x32(

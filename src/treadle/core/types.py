@@ -457,11 +457,14 @@ class Failure:
 class Start:
     """The place in a recorded attempt from which another one goes on: after its first `steps` steps.
 
-    source: id of the recorded trajectory, or its place in a file.
+    source: id of the recorded trajectory, or its place in a file. steps: 0 for an attempt that was to branch from a
+    sibling with no step to fork at. probability: with which a fork's step was drawn among the sibling's; None: it was
+    set beforehand.
     """
 
     source: str
     steps: int
+    probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -346,6 +346,7 @@ def _trajectory_row(group: Group, t: Trajectory, shard: str, split: str) -> dict
         "blocked_seconds": t.blocked_seconds,
         "start_source": t.start.source if t.start else None,
         "start_steps": t.start.steps if t.start else 0,
+        "start_probability": t.start.probability if t.start else None,
     }
 
 

@@ -274,7 +274,7 @@ class LedgerReader:
         """Return counts of the attempts that began in the middle of a recorded one, and of their replayed steps."""
         return self.query(
             "SELECT count(*) AS attempts, count(DISTINCT group_id) AS groups, total(start_steps) AS steps, "
-            "count(DISTINCT start_source) AS sources FROM trajectories WHERE start_source IS NOT NULL"
+            "count(DISTINCT start_source) AS sources FROM trajectories WHERE start_steps > 0"
         )[0]
 
     def warnings(self) -> list[Row]:

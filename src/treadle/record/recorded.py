@@ -219,6 +219,13 @@ def check_vocabulary(
             )
 
 
+def start_on_record(row: Mapping[str, Any]) -> Start | None:
+    """Return the start of a trajectory from its row; None for one that began at the beginning, and in older files."""
+    if row.get("start_source") is None:
+        return None
+    return Start(row["start_source"], row["start_steps"], row.get("start_probability"))
+
+
 def trajectory_on_record(row: Mapping[str, Any], task_id: str, steps: Sequence[Step]) -> Trajectory:
     """Assemble a trajectory from its row of the ledger and its steps."""
     cause = row["failure_cause"]
@@ -235,5 +242,5 @@ def trajectory_on_record(row: Mapping[str, Any], task_id: str, steps: Sequence[S
         metrics=Measures.from_json(json.loads(row["metrics"])),
         dropped=reason_on_record(row["reward"], row["trained_reward"]),
         blocked_seconds=row["blocked_seconds"],
-        start=Start(row["start_source"], row["start_steps"]) if row["start_source"] is not None else None,
+        start=start_on_record(row),
     )

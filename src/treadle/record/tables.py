@@ -17,7 +17,7 @@ CREATE TABLE trajectories (
   steps INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, oldest_version INTEGER, newest_version INTEGER,
   seconds REAL NOT NULL, shard TEXT NOT NULL, metrics TEXT NOT NULL,
   trained_reward REAL, components TEXT NOT NULL, failure_traceback TEXT, blocked_seconds REAL NOT NULL,
-  start_source TEXT, start_steps INTEGER NOT NULL);
+  start_source TEXT, start_steps INTEGER NOT NULL, start_probability REAL);
 CREATE TABLE steps (
   trajectory_id TEXT NOT NULL REFERENCES trajectories, step INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
   prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, stop_reason TEXT NOT NULL, reward REAL NOT NULL,

@@ -27,9 +27,9 @@ from treadle.core.errors import Cause, ConfigError, DataError, RunError, Treadle
 from treadle.core.files import new_directory, refusal
 from treadle.core.outcomes import was_played
 from treadle.core.text import read_json
-from treadle.core.types import Failure, Start, Status, Task, Trajectory
+from treadle.core.types import Failure, Status, Task, Trajectory
 from treadle.record.atif import as_atif, from_atif, is_atif
-from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged
+from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged, start_on_record
 from treadle.record.rollout_store import STEP_SCHEMA, step_of, step_row
 from treadle.rendering.texts import TokenTexts, messages_of
 
@@ -55,6 +55,7 @@ _SCHEMA = pa.schema(
         "seconds": pa.float64(),
         **dict.fromkeys(("vocabulary", "model", "start_source"), pa.string()),
         "start_steps": pa.int32(),
+        "start_probability": pa.float64(),
         "steps": pa.list_(pa.struct([*_STEPS, ("prompt", pa.string()), ("completion", pa.string())])),
     }
 )
@@ -90,6 +91,7 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "") 
         "model": model,
         "start_source": t.start.source if t.start else None,
         "start_steps": t.start.steps if t.start else 0,
+        "start_probability": t.start.probability if t.start else None,
         "steps": [
             {
                 **{name: _plain(value) for name, value in step_row(step).items() if name not in _ROUTING},
@@ -229,7 +231,7 @@ def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
         failure=Failure(Cause(failure["cause"]), failure["message"], failure["traceback"]) if failure else None,
         warning=row["warning"],
         seconds=row["seconds"],
-        start=Start(row["start_source"], row["start_steps"]) if row.get("start_source") is not None else None,
+        start=start_on_record(row),
     )
     return RecordedTrajectory(where, row["split"], row["group_id"], Task(**task), trajectory, row["vocabulary"])
 

@@ -253,11 +253,12 @@ def _start_metrics(
     graded: Sequence[Trajectory], success_at: float, success_of: str | None
 ) -> dict[Metric, Sequence[float]]:
     """Return metrics of attempts that began in the middle of a recorded one; empty if none did."""
-    begun = [t.start.steps for t in graded if t.start is not None]
-    if not begun:
+    replayed = [0 if t.start is None else t.start.steps for t in graded]
+    if not any(replayed):
         return {}
-    whole = [is_success(t, success_at, success_of) for t in graded if t.start is None]
-    return {STARTS: [t.start is not None for t in graded], START_STEPS: begun, WHOLE_SUCCESS: whole}
+    whole = [is_success(t, success_at, success_of) for t, steps in zip(graded, replayed, strict=True) if not steps]
+    begun = [steps for steps in replayed if steps]
+    return {STARTS: [steps > 0 for steps in replayed], START_STEPS: begun, WHOLE_SUCCESS: whole}
 
 
 def _repeats(ids: Ids) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import suppress
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import AnyHttpUrl, Field, ValidationError, field_validator, model_validator
 
@@ -124,6 +124,17 @@ class StartsConfig(Config):
     )
 
 
+class ForksConfig(Config):
+    """Attempts of a group that branch from a sibling's step."""
+
+    width: int = Field(2, ge=2, description="attempts that share a fork: one that is played first, and its branches")
+    at: Literal["random", "entropy"] | Annotated[int, Field(ge=1)] = Field(
+        "random",
+        description="step at which they branch: any but the first; more often where the sampled tokens were less "
+        "probable; or this one, counted from 0",
+    )
+
+
 class RolloutConfig(Config):
     """How an agent plays one attempt."""
 
@@ -162,6 +173,9 @@ class RolloutConfig(Config):
     )
     starts: StartsConfig | None = Field(
         None, description="groups that begin in the middle of recorded attempts; null: none"
+    )
+    forks: ForksConfig | None = Field(
+        None, description="attempts that branch from a sibling's step; null: all begin at step 0"
     )
 
     @model_validator(mode="after")
