@@ -15,7 +15,7 @@ from treadle.engines.config import Device, EngineConfig
 from treadle.loop.failures import FailuresConfig
 from treadle.record.checkpoint_retention import KeepBest, Retention
 from treadle.report.rewards import Grading
-from treadle.rollout.config import GatewayConfig, StartsConfig
+from treadle.rollout.config import ForksConfig, GatewayConfig, StartsConfig
 from treadle.training.config import LearnerPlacement
 
 StalePolicy = Literal["mask_steps", "wait", "drop_group"]
@@ -156,7 +156,8 @@ class LoopPlan:
     needs for training. pinned: versions that an attempt, which keeps its first one, may be behind the newest; None:
     attempts change versions. engine_capacity: attempts that the engines compute concurrently. evaluated_together:
     concurrent attempts of an evaluation, enough to keep the engines full. train, held_out: the tasks. starts and
-    curriculum: see `loop.starts`. may_start: whether attempts at a task can be replayed, and so begin in the middle.
+    curriculum: see `loop.starts`; forks: `loop.forks`. may_start: whether attempts at a task can be replayed, and so
+    begin in the middle.
     """
 
     seed: int
@@ -182,6 +183,7 @@ class LoopPlan:
     train: Sequence[Task] = ()
     held_out: Sequence[Task] = ()
     starts: StartsConfig | None = None
+    forks: ForksConfig | None = None
     curriculum: str = "uniform"
     may_start: Callable[[Task], bool] = lambda task: True
 

@@ -13,9 +13,10 @@ from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus
 from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
-from treadle.core.types import Group, Trajectory
+from treadle.core.types import Group, Start, Trajectory
 from treadle.loop.config import LoopPlan
 from treadle.loop.failures import has_not_failed, of_one_version, reward_together
+from treadle.loop.forks import first_place, fork_of
 from treadle.loop.groups import Batch, Groups
 from treadle.loop.stopping import StopConditionMet
 from treadle.loop.task_queue import TaskQueue
@@ -64,10 +65,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An attempt of a group being played. prefix: the start of the group, if any."""
+    """An attempt of a group being played.
+
+    prefix: its start, if any. branch_of: id of the sibling from which it branches, or was to (`rollout.forks`); "" for
+    any other attempt.
+    """
 
     group: Group
     prefix: Prefix | None
+    branch_of: str
     address: Address
     running: asyncio.Future[Trajectory]
 
@@ -176,26 +182,55 @@ class RolloutScheduler:
             versions.append(calls.oldest_version(group))
         self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
         # the next attempt of each place: the first, or the retry of a recorded one
-        missing, size = [], self._group_size
+        missing, forks, size = [], self._plan.forks, self._group_size
         for place in range(0 if self._is_rewarded(group) else size):
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
             elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
-        stream = (self._plan.seed, Stream.TRAIN, group.epoch, group.position)
+        waiting = {attempt % size for attempt in missing}
+        firsts = [n for n in missing if first_place(forks, n % size) == n % size]
+        branches = [n for n in missing if first_place(forks, n % size) not in waiting]
         prefix = self.groups.starts.prefix(group) if missing else None
-        return self._play(group, [Address(*stream, attempt) for attempt in missing], prefix)
+        return [*self._play(group, firsts, prefix), *self._branch(group, branches)]
 
-    def _play(self, group: Group, addresses: list[Address], prefix: Prefix | None) -> list[_Attempt]:
-        prefixes = {} if prefix is None else {address.attempt: prefix for address in addresses}
+    def _branches(self, group: Group, played: Sequence[Trajectory], place: int | None = None) -> list[_Attempt]:
+        """Start the branches of attempts that have ended: of the one in a place of the group, or of all."""
+        if (forks := self._plan.forks) is None:
+            return []
+        made = {t.attempt % self._group_size for t in played}
+        missing = [n for n in range(self._group_size) if n not in made]
+        mine = [n for n in missing if place is None or first_place(forks, n) == place]
+        return self._branch(replace(group, trajectories=tuple(played)), mine)
+
+    def _branch(self, group: Group, attempts: Sequence[int]) -> list[_Attempt]:
+        """Start attempts that go on from a step of the first one of their tree, which has ended."""
+        started, size, forks = list[_Attempt](), self._group_size, self._plan.forks
+        for number in attempts:
+            assert forks is not None
+            *_, first = (t for t in group.trajectories if t.attempt % size == first_place(forks, number % size))
+            prefix = None
+            if self._plan.may_start(group.task):
+                prefix = fork_of(forks, first, self._address(group, first.attempt))
+            started += self._play(group, [number], prefix, first.trajectory_id)
+        return started
+
+    def _address(self, group: Group, attempt: int) -> Address:
+        return Address(self._plan.seed, Stream.TRAIN, group.epoch, group.position, attempt)
+
+    def _play(
+        self, group: Group, attempts: Sequence[int], prefix: Prefix | None, branch_of: str = ""
+    ) -> list[_Attempt]:
+        addresses = [self._address(group, attempt) for attempt in attempts]
+        prefixes = {} if prefix is None else dict.fromkeys(attempts, prefix)
         futures = self._runner.start(
             group.group_id, group.task, addresses, log=self.groups.store.calls, prefixes=prefixes
         )
         self._playing += len(futures)
         for future in futures:
             future.add_done_callback(self._attempt_ended)
-        return [_Attempt(group, prefix, *attempt) for attempt in zip(addresses, futures, strict=True)]
+        return [_Attempt(group, prefix, branch_of, *attempt) for attempt in zip(addresses, futures, strict=True)]
 
     def _attempt_ended(self, _: asyncio.Future[Trajectory]) -> None:
         self._playing -= 1
@@ -212,8 +247,8 @@ class RolloutScheduler:
         task.add_done_callback(ended)
 
     async def _play_together(self, groups: list[Group], attempts: list[_Attempt]) -> None:
-        """Play all groups of a batch: all attempts end before failed ones are retried, and all groups are then rewarded
-        and finished in order, so that nothing depends on which ends first.
+        """Play all groups of a batch: all attempts end before failed ones are retried, and then before others branch
+        from them; all groups are then rewarded and finished in order, so that nothing depends on which ends first.
         """
         played = {group.index: list(group.trajectories) for group in groups}
         while attempts:
@@ -229,12 +264,16 @@ class RolloutScheduler:
             if failed:
                 await asyncio.sleep(max(pause for _, pause in failed))
             attempts = [self._retry(attempt) for attempt, _ in failed]
+            if not attempts:
+                attempts = [each for group in groups for each in self._branches(group, played[group.index])]
         for group in await _together(self._rewarded(group, played[group.index]) for group in groups):
             self.groups.finish(group)
         self.start_groups(self._version)
 
     async def _play_alone(self, group: Group, attempts: list[_Attempt]) -> None:
-        """Play one group; each attempt is retried as soon as it has failed, and makes room for others once it ends."""
+        """Play one group; each attempt is retried as soon as it has failed, and makes room for others once it ends: for
+        its branches first.
+        """
 
         async def play(attempt: _Attempt) -> list[Trajectory]:
             played = []
@@ -247,14 +286,21 @@ class RolloutScheduler:
                 await asyncio.sleep(pause)
                 attempt = self._retry(attempt)
 
-        played = [t for place in await _together(map(play, attempts)) for t in place]
+        async def play_tree(attempt: _Attempt) -> list[Trajectory]:
+            own = await play(attempt)
+            place = attempt.address.attempt % self._group_size
+            branches = self._branches(group, [*group.trajectories, *own], place)
+            attempts.extend(branches)  # so that they are cancelled with the others
+            return [*own, *(t for branch in await _together(map(play, branches)) for t in branch)]
+
+        played = [t for tree in await _together(map(play_tree, list(attempts))) for t in tree]
         self.groups.finish(await self._rewarded(group, [*group.trajectories, *played]))
         self.start_groups(self._version)
 
     def _retry(self, failed: _Attempt) -> _Attempt:
         """Start the next attempt in a failed one's place."""
-        address = replace(failed.address, attempt=failed.address.attempt + self._group_size)
-        [attempt] = self._play(failed.group, [address], failed.prefix)
+        number = failed.address.attempt + self._group_size
+        [attempt] = self._play(failed.group, [number], failed.prefix, failed.branch_of)
         return attempt
 
     def _is_rewarded(self, restored: Group) -> bool:
@@ -285,6 +331,8 @@ class RolloutScheduler:
     async def _ended(self, attempt: _Attempt) -> Trajectory:
         """Wait for an attempt; whether a failed one is retried is decided later, as are group rewards."""
         trajectory = await attempt.running
+        if attempt.branch_of and trajectory.start is None:
+            trajectory = replace(trajectory, start=Start(attempt.branch_of, 0))
         if self._plan.pinned is not None:
             trajectory = of_one_version(trajectory)
         self._concurrency.observe(trajectory)

@@ -285,6 +285,7 @@ class RunConfig(Config):
             evaluation=self.evaluation,
             grading=self.grading,
             starts=self.rollout.starts,
+            forks=self.rollout.forks,
             curriculum=self.data.curriculum,
         )
 

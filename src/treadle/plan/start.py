@@ -192,21 +192,24 @@ def note_probabilities(inputs: Inputs, renderer: ChatRenderer, config: RunConfig
 
 
 def check_starts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Load the demonstrations of `rollout.starts`, and log the players that cannot be replayed.
+    """Load the demonstrations of `rollout.starts`, and log the players that cannot be replayed, as forks need, too.
 
     Raises ConfigError if none can, and for an unknown or empty source.
     """
-    if config.rollout.starts is None:
+    setting = "rollout.starts" if config.rollout.starts is not None else "rollout.forks"
+    if config.rollout.starts is None and config.rollout.forks is None:
         return
     tasks = {task.player: task for task in reversed(inputs.train)}
     fixed = [f"{kind} {name!r}" for (kind, name), task in sorted(tasks.items()) if not inputs.players.may_start(task)]
     if len(fixed) == len(tasks):
         raise ConfigError(
-            f"rollout.starts is set, but {fixed[0]} cannot be replayed (replayable is False on it, or the policy plays "
+            f"{setting} is set, but {fixed[0]} cannot be replayed (replayable is False on it, or the policy plays "
             "several roles); leave it out"
         )
     for player in fixed:
-        log(f"rollout.starts: tasks of {player} begin at step 0, because it cannot be replayed (replayable = False)")
+        log(f"{setting}: tasks of {player} begin at step 0, because it cannot be replayed (replayable = False)")
+    if config.rollout.starts is None:
+        return
     if (demonstrated := load_demonstrated(config.rollout.starts.source, renderer)) is not None:
         demonstrated(next(task for task in inputs.train if inputs.players.may_start(task)))
 

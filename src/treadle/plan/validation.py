@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
+from treadle.algorithms import estimators
 from treadle.core.config import as_override
 from treadle.core.config_diff import Change
 from treadle.core.errors import ConfigError
@@ -77,6 +78,7 @@ def check_settings(config: RunConfig) -> None:
         )
     check_algorithm(config.algorithm, config.training, filters and config.engine.kind not in ("torch", "vllm"))
     check_centered(config)
+    check_forks(config)
     section = config.algorithm.distillation
     if section is not None and section.context is not None:
         load_context(section.context)
@@ -113,6 +115,30 @@ def check_centered(config: RunConfig) -> None:
             "algorithm.centered_scores is 'vocabulary', and vLLM's servers report the most probable tokens only; set "
             "engine.kind=torch, or algorithm.centered_scores=top_k"
         )
+
+
+def check_forks(config: RunConfig) -> None:
+    """Raise ConfigError if attempts that branch could not be compared, or never branch."""
+    if (forks := config.rollout.forks) is None:
+        return
+    size, width, advantage = config.training.group_size, forks.width, config.algorithm.advantage
+    if size % width or size < 2 * width:
+        raise ConfigError(
+            f"training.group_size is {size} and rollout.forks.width {width}: a group needs two first attempts or more, "
+            f"with {width - 1} branching from each; set training.group_size to {max(2, -(-size // width)) * width}"
+        )
+    if not estimators.by_name(advantage).by_fork:
+        raise ConfigError(
+            f"algorithm.advantage is {advantage!r}, which takes all attempts of a group for independent, and those of "
+            "rollout.forks are not: its gradient would be biased; set algorithm.advantage=forks"
+        )
+    if isinstance(forks.at, int) and forks.at >= config.rollout.max_steps:
+        raise ConfigError(
+            f"rollout.forks.at is {forks.at}, and the last step has number {config.rollout.max_steps - 1} "
+            "(rollout.max_steps); lower it"
+        )
+    if config.rollout.starts is not None:
+        raise ConfigError("rollout.starts and rollout.forks cannot be combined yet; leave one of them out")
 
 
 def check_playing(config: RunConfig) -> None:
