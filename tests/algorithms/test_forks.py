@@ -19,7 +19,8 @@ from treadle.algorithms.forks import fork_probabilities
 from treadle.core.draws import Stream
 from treadle.core.types import DropReason, Group, Start, Step
 from treadle.loop.forks import fork_of
-from treadle.packing.flat import FlatBatch, flatten
+from treadle.packing.flat import FlatBatch, calls, flatten
+from treadle.packing.layout import Packing, arrange
 from treadle.rollout.config import ForksConfig
 from treadle.rollout.session import Address
 
@@ -172,7 +173,7 @@ def test_what_has_no_step_to_fork_has_no_fork() -> None:
     short, failed = make_trajectory([step(-1.0)], 1.0), make_trajectory([step(-1.0)] * 3, None)
     cut = make_trajectory([step(-1.0), step(dropped=DropReason.CANCELLED), step(-1.0)], 1.0)
     for at in ("random", "entropy", 1):
-        config = ForksConfig(at=at)  # type: ignore[arg-type]
+        config = ForksConfig(at=at)
         assert fork_of(config, short, address) is None
         assert fork_of(config, failed, address) is None
     assert fork_of(ForksConfig(at=2), cut, address) is None  # no replay repeats a cancelled call
@@ -214,3 +215,14 @@ def test_steps_before_a_fork_stand_for_all_attempts_and_are_trained_once() -> No
     for scope in SCOPES:
         found = advantages(batch, config_of(scope))[batch.step_start[:-1]]
         np.testing.assert_allclose(found, wanted[scope], atol=1e-12)
+
+
+def test_packing_computes_what_branches_share_once() -> None:
+    """Prompts and completions of the deepest path, and of each branch what it alone has."""
+    world = worlds()[3]
+    tree = Tree((2, 2, 2), 2, None, ((2, 2, 0), (2, 2, 1)))
+    batch = flatten([world.tree_group([tree])])
+    path, *branches = (list(call.token_ids) for call in calls(batch)[2:])
+    assert [branch[:-1] for branch in (branches[0],)] == [path[:-2]]  # of 1 token, and 2
+    assert arrange(calls(batch), Packing.TREE).nodes == len(path) + 1 + 3
+    assert arrange(calls(batch), Packing.STEP).nodes == sum(len(call.token_ids) for call in calls(batch))

@@ -18,6 +18,7 @@ from treadle.cli.main import main
 from treadle.core.errors import ConfigError
 from treadle.core.types import DropReason
 from treadle.envs.base import EnvStep
+from treadle.record.recorded import RecordedTrajectory
 
 
 class Stroll(Walk):
@@ -103,9 +104,10 @@ def test_branches_are_read_back_and_shown(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "run"
     start(path, *FORKS)
     [row, *_] = query(path, "SELECT * FROM trajectories WHERE start_steps > 0")
-    [found] = [t for t in load_run(path) if t.trajectory.trajectory_id == row["trajectory_id"]]
-    assert found.trajectory.start is not None
-    assert found.trajectory.start.probability == row["start_probability"] > 0
+    everything = [t.trajectory for t in load_run(path) if isinstance(t, RecordedTrajectory)]
+    [found] = [t for t in everything if t.trajectory_id == row["trajectory_id"]]
+    assert found.start is not None
+    assert found.start.probability == row["start_probability"] > 0
     assert main(["show", str(path), row["trajectory_id"]]) == 0
     assert f"steps of {row['start_source']} (drawn with probability" in capsys.readouterr().out
     exported = tmp_path / "run.jsonl"

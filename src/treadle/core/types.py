@@ -351,7 +351,7 @@ class Step:
     probabilities   the sampler's, of its most probable ids at each token; None: not recorded, as without
                     `algorithm.centered_scores`
     answer          the environment's answer, and a snapshot of its state after it, as JSON; "" unless `rollout.starts`
-                    restores such environments
+                    or `rollout.forks` restores such environments
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 

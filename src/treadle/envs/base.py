@@ -117,8 +117,9 @@ class Environment(Protocol):
     required_steps: model calls needed for a grade, known after `reset`. `rollout.max_steps` must not be lower.
     replayable: whether an interrupted attempt may be continued by resetting a new instance and replaying the recorded
     replies. False if `step` has external side effects that a replay would repeat.
-    restorable: whether `snapshot` and `restore` are written. With `rollout.starts`, attempts then begin in the middle
-    by restoring a snapshot rather than by replaying replies, so that the environment need not be replayable.
+    restorable: whether `snapshot` and `restore` are written. With `rollout.starts` or `rollout.forks`, attempts then
+    begin in the middle by restoring a snapshot rather than by replaying replies, so that the environment need not be
+    replayable.
     models: the recipe's models beside the policy, for `async` methods: `await self.models["user"].chat(...)`.
     tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
     API. `ToolEnvironment` derives them from functions.

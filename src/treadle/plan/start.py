@@ -197,7 +197,7 @@ def check_starts(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log:
     Raises ConfigError if none can, and for an unknown or empty source.
     """
     setting = "rollout.starts" if config.rollout.starts is not None else "rollout.forks"
-    if config.rollout.starts is None and config.rollout.forks is None:
+    if not config.rollout.goes_back:
         return
     tasks = {task.player: task for task in reversed(inputs.train)}
     fixed = [f"{kind} {name!r}" for (kind, name), task in sorted(tasks.items()) if not inputs.players.may_start(task)]

@@ -192,6 +192,11 @@ class RolloutConfig(Config):
         return self
 
     @property
+    def goes_back(self) -> bool:
+        """Whether attempts in training may begin in the middle of recorded ones."""
+        return self.starts is not None or self.forks is not None
+
+    @property
     def compaction_mark(self) -> int:
         """The longest next prompt, in tokens, without a request for a summary."""
         at = self.max_input_tokens if self.compaction is None else self.compaction.at

@@ -121,7 +121,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         return limit
 
     def _takes_snapshots(self, task: Task) -> bool:
-        return self._config.starts is not None and _is_restorable(self._environments[task.environment])
+        return self._config.goes_back and _is_restorable(self._environments[task.environment])
 
     async def _begin(self, environment: IsolatedEnvironment, task: Task, session: Session) -> Sequence[Message]:
         """Start the attempt: restore the state after its prefix, if there is a snapshot of it, or reset.
