@@ -13,7 +13,7 @@ import pytest
 
 from tests.forks import run
 from tests.loop.killed_episodes import go
-from tests.runs import updates
+from tests.runs import query, updates
 from tests.worlds import ROOT, addresses, make_group, make_step
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DamageError
@@ -120,6 +120,7 @@ def test_they_are_gone_once_the_attempt_is_recorded_or_starts_anew(ledger: Ledge
 
 
 DUEL = "environment=tests.loop.killed_episodes:Duel models.rival.policy=true"
+BEGUN = "rollout.starts.share=1 rollout.starts.target=0.95 evaluation.success_at=0.3 orchestration.updates=16"
 COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.compaction.prompt=notes"
 
 
@@ -130,6 +131,8 @@ COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.com
         (30, ""),
         (5, "environment=tests.loop.killed_episodes:Unreplayable"),
         (15, "orchestration.max_staleness=2"),
+        (30, BEGUN),
+        (15, f"{BEGUN} orchestration.max_staleness=2"),
         (10, COMPACT),
         (10, f"{COMPACT} orchestration.max_staleness=2"),
         (10, DUEL),
@@ -159,5 +162,7 @@ def test_killed_at_random_moments_no_attempt_is_sampled_twice(kills: int, option
         straight = go(tmp_path / "straight", None, *options.split())
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert summary["weights_sha256"] == straight["weights_sha256"]
+    if BEGUN in options:
+        assert query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE start_steps > 0")[0]["n"] > 9
     if COMPACT in options:
         assert sum(row["compactions_mean"] for row in updates(tmp_path / "run")) > 0
