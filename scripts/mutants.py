@@ -18,6 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src/treadle")
 
 MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or one test
+    ("rollout/session.py", "        dropped=DropReason.REPLAYED,\n", "", "rollout/test_prefixes.py"),
+    ("rollout/session.py", "kept = DropReason.REPLAYED if number in self._replayed else None", "kept = None",
+     "rollout/test_prefixes.py"),
+    ("rollout/replay.py", "and after is not None and not np.array_equal(after, prompt)", "and False",
+     "rollout/test_prefixes.py"),
+    ("core/outcomes.py", "if step.dropped is not DropReason.REPLAYED)", ")", "rollout/test_prefixes.py"),
+    ("loop/starts.py", "elif group.index in self._chosen:", "elif False:", "loop/test_starts.py"),
+    ("loop/starts.py", "group.epoch, group.position)", "0, 0)", "loop/test_starts.py"),
     ("algorithms/advantages.py", ".std(ddof=1)", ".std()", "algorithms/test_advantages.py"),
     ("algorithms/advantages.py", "* len(members) / (len(members) - 1)", "", "algorithms/test_advantages.py"),
     ("algorithms/losses.py", ".minimum(ratio.clamp(1 - eps_low,", ".minimum(ratio.clamp(1 - eps_high,",
@@ -113,7 +121,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("packing/tree.py", "if call.keys is not None:", "if False:", "packing/test_tree.py"),
     ("rollout/gateway/retries.py", "if exchange.origin.body != origin.body:", "if False:",
      "rollout/gateway/test_retries.py"),
-    ("rollout/session.py", "if self._steps[number].dropped is None:", "if True:", "rollout/gateway/test_answers.py"),
+    ("rollout/session.py", "if self._steps[number].dropped in (None, DropReason.REPLAYED):", "if True:", "rollout/gateway/test_answers.py"),
     ("rollout/gateway/answers.py", "last >= a.later", "True", "rollout/gateway/test_answers.py"),
     ("rollout/gateway/answers.py", "a.place not in self._continued", "True", "rollout/gateway/test_answers.py"),
     ("rollout/gateway/retries.py", "e.retry < origin.retry", "True", "rollout/gateway/test_retries.py"),

@@ -145,13 +145,15 @@ def test_the_state_goes_through_json_with_the_choices_of_outstanding_groups() ->
     starts.learn([a_group(0, 0.0, 1.0)])
     chosen = starts.prefix(replace(a_group(7), trajectories=()))
     assert chosen is not None
+    starts.learn([a_group(8, *[0.0] * 8), a_group(9, *[0.0] * 8)])  # another step would be chosen now
     state = json.loads(json.dumps(starts.state((7,))))
-    starts.learn([a_group(8, *[1.0] * 8), a_group(9, *[1.0] * 8)])  # another step would be chosen now
     later = Starts(plan, lambda source: a_group(0, 0.0, 1.0).trajectories[1].steps, state=state)
     again = later.prefix(replace(a_group(7), trajectories=()))
     assert again is not None and again.start == chosen.start
     assert json.loads(json.dumps(later.state((7,)))) == state
     assert later.state(())["chosen"] == {}
+    other = later.prefix(replace(a_group(10), trajectories=()))
+    assert other is not None and other.start != chosen.start
 
 
 def test_the_shortest_attempt_that_passed_is_the_source() -> None:
