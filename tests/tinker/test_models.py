@@ -337,7 +337,7 @@ async def test_log_probabilities_of_a_prompt() -> None:
         np.testing.assert_array_equal(samples.prompt_top.ids[1:], np.argsort(-every)[:, :4])
         np.testing.assert_allclose(samples.prompt_top.logprobs[1:], -np.sort(-every)[:, :4], atol=1e-5)
         asked = np.where(wanted < 0, 0, np.take_along_axis(every, wanted.clip(0), 1))
-        assert samples.target_logprobs is not None
+        assert isinstance(samples.target_logprobs, np.ndarray)
         np.testing.assert_allclose(samples.target_logprobs, asked, atol=1e-5)
         [sequence] = samples.sequences
         each = plain_logprobs(model, np.concatenate([PROMPT, sequence.ids]))[4:]

@@ -14,18 +14,29 @@ from transformers import PreTrainedModel
 
 from tests.models import VOCABULARY, same_bits, tiny
 from tests.tinker.kit import TOKENIZER, conversations
+from tests.tinker.methods import METHODS, table
 from tests.tinker.protocol import (
     PROTOBUF,
     Client,
     forward_backward_body,
+    models_of,
     read_outputs,
     read_samples,
     served,
 )
+from treadle.core.config import build
+from treadle.models.chat import load_tokenizer
 from treadle.models.weights import adapter_weights
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import IN_MEMORY
+from treadle.record.record import Record
+from treadle.record.recording import Recording
+from treadle.report.report import report_of
 from treadle.tinker.app import ROUTES, UNSUPPORTED
 from treadle.tinker.data import AdamParams, Adapter, Datum
 from treadle.tinker.learner import TrainedModel
+from treadle.tinker.record import SampleRecorder
+from treadle.tinker.service import Service
 
 DATA = conversations(("logprobs", "advantages"), samples=2, turns=2)
 LOSS = "importance_sampling"
@@ -393,3 +404,43 @@ async def test_wrong_bodies_keys_and_routes(tmp_path: Path, base: PreTrainedMode
         ):
             answer = await client.http.post("/forward_backward", content=content, headers=headers)
             assert answer.status_code in (400, 415) and part in answer.json()["detail"], answer.text
+
+
+def test_the_page_has_the_table_of_methods() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text(encoding="utf-8")
+    assert table() in page, f"python -m tests.tinker.methods:\n{table()}"
+    routes = {route for methods in METHODS.values() for route in methods.values() if route is not None}
+    assert routes <= ROUTES.keys() | UNSUPPORTED.keys()
+
+
+async def test_samples_are_trajectories_of_the_run(tmp_path: Path, base: PreTrainedModel) -> None:
+    """Of one task if their prompts are equal; a prompt that goes on from an earlier sample continues its trajectory."""
+    config = build(RunConfig, {"recipe": "tinker", "data": {"train": {"source": IN_MEMORY}}, "model": {"path": "base"}})
+    recording = Recording(tmp_path / "run", config, load_tokenizer(TOKENIZER).backend_tokenizer, "base")
+    service = Service(models_of(base), recording.path, ["base"], TOKENIZER, SampleRecorder(recording))
+    await service.start()
+    client = Client(service)
+    session = await client.session()
+    model = await client.create(session)
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    sampler = (await client.post("/create_sampling_session", body))["sampling_session_id"]
+    first = await _sampled(client, sampler, 0, num_samples=3, sampling_params={"max_tokens": 4, "stop": []})
+    [*_, chosen] = first
+    prompt = [3, 1, 4, *chosen[0], 9, 2]
+    future = await client.sample(sampler, 1, prompt, sampling_params={"max_tokens": 2, "stop": []})
+    [second] = read_samples(await client.done(future))
+    await client.done(await client.forward_backward(model, 1, DATA, LOSS))
+    await client.done(await client.post("/optim_step", model_id=model, seq_id=2, adam_params=STEP))
+    await client.http.aclose()
+    await service.close()
+    recording.close()
+    recorded = {t.trajectory.trajectory_id: t.trajectory for t in Record.open(recording.path).trajectories()}
+    assert sorted(len(t.steps) for t in recorded.values()) == [1, 1, 2]
+    assert len({t.task_id for t in recorded.values()}) == 1
+    [long] = [t for t in recorded.values() if len(t.steps) == 2]
+    assert [step.completion_ids.tolist() for step in long.steps] == [chosen[0], second[0]]
+    assert long.steps[1].prompt_ids.tolist() == prompt
+    assert np.array_equal(long.steps[1].logprobs, second[1])
+    facts = report_of(Record.open(recording.path))
+    [steps] = facts["optimizer_steps"]
+    assert (steps["model"], steps["steps"], steps["datums"]) == (model, 1, len(DATA))

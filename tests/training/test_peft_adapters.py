@@ -200,7 +200,7 @@ def test_layers_that_no_name_chooses_are_merged_and_not_trained(base: Path, tmp_
         load(base, fitting(tmp_path / "a"), tmp_path / "a")
 
 
-def test_a_head_is_merged_unless_it_is_the_embedding_too(bases: Path, tmp_path: Path) -> None:
+def test_a_head_is_merged_and_no_longer_the_embedding(bases: Path, tmp_path: Path) -> None:
     """peft merges a tied one into both."""
     for family in ("qwen3-untied", "qwen3"):
         write(bases / family, tmp_path / family, {"save_embedding_layers": False}, target_modules=["q_proj", "lm_head"])
@@ -208,8 +208,15 @@ def test_a_head_is_merged_unless_it_is_the_embedding_too(bases: Path, tmp_path: 
     assert (logits(load(untied, None, adapter)) - theirs(untied, adapter)).abs().max() < 1e-4
     with pytest.raises(ConfigError, match=r"never the head\), otherwise for example lm_head; leave training.lora out"):
         load(untied, fitting(adapter, ("q_proj",)), adapter)
-    with pytest.raises(ConfigError, match="adapts lm_head, which shares its weights with another layer"):
-        load(bases / "qwen3", None, tmp_path / "qwen3")
+    tied, adapter = bases / "qwen3", tmp_path / "qwen3"
+    merged = load(tied, None, adapter)
+    adapted = AutoModelForCausalLM.from_pretrained(tied)
+    with as_peft_likes():
+        expected = logits(peft.PeftModel.from_pretrained(adapted, adapter))
+    assert (logits(merged) - expected).abs().max() < 1e-4
+    assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(tied))).abs().max() > 1e-2
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(merged))
 
 
 def test_weights_that_are_no_lora_of_linear_layers_are_refused(bases: Path, tmp_path: Path) -> None:

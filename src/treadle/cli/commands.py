@@ -151,6 +151,7 @@ _SERVE_EXAMPLES = """examples:
   treadle serve runs/demo@best                       a run's checkpoint; runs/demo: the latest, runs/demo@40
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm engine.kind=vllm engine.options.servers=2
+  treadle serve models/warm --tinker                 training and sampling for Tinker's SDK (docs/tinker.md)
 
 Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -22,6 +23,10 @@ from treadle.plan.inputs import IN_MEMORY
 from treadle.record.address import model_path
 from treadle.rollout.config import listen
 
+if TYPE_CHECKING:
+    from treadle.record.recording import Recording
+    from treadle.tinker.models import Models
+
 
 class TinkerConfig(Config):
     """Configuration of `treadle serve --tinker`."""
@@ -30,7 +35,9 @@ class TinkerConfig(Config):
     token_budget: int = Field(8192, ge=1, description="largest number of tokens of a training pass")
     cache_gib: float = Field(4.0, gt=0, description="memory for keys and values of the samplers, in GiB")
     names: tuple[str, ...] = Field((), description="more names by which clients ask for the model")
-    provenance: str = Field("refuse", description="refuse: datums that contradict what was sampled fail; count: not")
+    provenance: Literal["refuse", "count"] = Field(
+        "refuse", description="what happens to datums that contradict what was sampled: they fail, or are counted"
+    )
 
 
 def run_tinker(options: argparse.Namespace) -> int:
@@ -58,8 +65,6 @@ def run_tinker(options: argparse.Namespace) -> int:
                 directory, device=device, budget=config.token_budget, cache_gib=config.cache_gib
             )  # fmt: skip
             key = os.environ.get(options.api_key_env or "") or api_key(run)
-            if not key.startswith("tml-"):
-                raise ConfigError(f"--api-key-env: the key in {options.api_key_env} must begin with tml-, for the SDK")
             names = list(dict.fromkeys([options.model, str(directory.resolve()), directory.name, *config.names]))
             asyncio.run(_serve(options, config, models, recording, names, directory, key, listening))
         finally:
@@ -74,23 +79,22 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: clients of --tinker set it themselves; leave it out")
     if options.api_key_env and not os.environ.get(options.api_key_env):
         raise ConfigError(f"--api-key-env: the environment variable {options.api_key_env!r} is not set")
+    if options.api_key_env and not os.environ[options.api_key_env].startswith("tml-"):
+        raise ConfigError(f"--api-key-env: the key in {options.api_key_env} must begin with tml-, for the SDK")
 
 
 async def _serve(
     options: argparse.Namespace,
     config: TinkerConfig,
-    models: object,
-    recording: object,
+    models: Models,
+    recording: Recording,
     names: list[str],
     directory: Path,
     key: str,
     listening: socket.socket,
 ) -> None:
-    from treadle.record.recording import Recording
-    from treadle.tinker.models import Models
     from treadle.tinker.serving import serving
 
-    assert isinstance(models, Models) and isinstance(recording, Recording)
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -106,7 +110,8 @@ async def _serve(
         stopping = asyncio.create_task(stop.wait())
         failing = asyncio.create_task(served.service.failed.wait())
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel(), failing.cancel()
+        for task in (stopping, failing):
+            task.cancel()
         if served.service.failure is not None:
             raise served.service.failure
     console.line(f"recorded: {recording.calls} samples, in {recording.path}")

@@ -167,6 +167,8 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
         _check_base(base, directory, Path(str(model.name_or_path)))
     _require_plain(model, directory, settings)
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    if config is None:
+        _untie_head(model, layers)
     _require_untied(model, layers, directory)
     if config is not None:
         there = _read_config({**settings, "target_modules": _last_parts(layers, model, directory)})
@@ -196,6 +198,17 @@ def add_recorded(model: PreTrainedModel, checkpoint: Manifest) -> None:
     _check_base(_read_base(checkpoint.read(BASE)), checkpoint.directory, Path(str(model.name_or_path)))
     with _tied():
         _inject(model, _read_config(settings))
+
+
+def _untie_head(model: PreTrainedModel, layers: Set[str]) -> None:
+    """Give an adapted head weights of its own, if it shares the embedding's: merging would change both."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    named = {name for name, module in model.named_modules() if module is head}
+    if head is None or not named & layers or head.weight is not embedding.weight:
+        return
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def _require_untied(model: PreTrainedModel, layers: Set[str], directory: Path) -> None:

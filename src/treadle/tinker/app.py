@@ -124,10 +124,12 @@ async def _metrics(service: Service, request: Request, raw: bytes) -> Response:
 
 # Sessions
 
+_NOTICE = "treadle: stable_reinforce, whose definition is not published, is computed as cispo"
+
 
 async def _create_session(service: Service, request: Request, raw: bytes) -> Response:
     session = service.create_session(body.read(body.CreateSession, raw))
-    return JSONResponse({"type": "create_session", "session_id": session})
+    return JSONResponse({"type": "create_session", "session_id": session, "info_message": _NOTICE})
 
 
 async def _heartbeat(service: Service, request: Request, raw: bytes) -> Response:

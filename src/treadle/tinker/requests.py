@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,12 @@ from treadle.tinker.data import AdamParams, Sampling, Sparse
 
 R = TypeVar("R", bound="Body")
 Metadata = Mapping[str, Any]
+Number = Annotated[int, Field(ge=0, lt=2**48)]
+Place = Annotated[int, Field(ge=1, lt=2**31)]
+"""Place of a request among its model's, as the protocol's binary messages have it."""
+Seconds = Annotated[int, Field(ge=1, lt=2**32)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Index = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
@@ -55,8 +61,8 @@ class Finish(Body):
 class Lora(Body):
     """Shape of an adapter."""
 
-    rank: int
-    seed: int | None = None
+    rank: Index
+    seed: Index | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -66,7 +72,7 @@ class CreateModel(Body):
     """A new adapter."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Number
     base_model: str
     user_metadata: Metadata | None = None
     lora_config: Lora | None = None
@@ -82,7 +88,7 @@ class OfModel(Body):
 class Ordered(OfModel):
     """A request that a model takes in its turn."""
 
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: Place | None = None
 
 
 class Adam(Body):
@@ -109,7 +115,7 @@ class SaveWeights(Ordered):
     """A checkpoint to train on from. path: the client's name for it."""
 
     path: str | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
@@ -118,9 +124,9 @@ class SaveForSampler(Ordered):
     """A checkpoint to sample by, by name or as a new sampling session."""
 
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot"] = "snapshot"
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: Seconds | None = None
     user_metadata: Metadata | None = None
 
 
@@ -128,9 +134,9 @@ class LoadWeights(Body):
     """Weights of a checkpoint for a model (model_id, seq_id), or for a new one (session_id, model_seq_id)."""
 
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: Place | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     path: str
@@ -149,7 +155,7 @@ class CreateSampler(Body):
     """A sampling session by a checkpoint, or by the base."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -164,7 +170,7 @@ class Chunk(Body):
     """Part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: Sequence[int] = Field(max_length=2**24)
+    tokens: Sequence[Index] = Field(max_length=2**24)
 
 
 class Prompt(Body):
@@ -176,11 +182,11 @@ class Prompt(Body):
 class Params(Body):
     """How to sample."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
-    stop: str | Sequence[str] | Sequence[int] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    seed: Index | None = None
+    stop: str | Sequence[str] | Sequence[Index] | None = None
     temperature: FiniteFloat = Field(1.0, ge=0)
-    top_k: int = Field(-1, ge=-1)
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     top_p: FiniteFloat = Field(1.0, gt=0, le=1)
 
     def sampling(self, seed: int) -> Sampling:
@@ -192,11 +198,11 @@ class Params(Body):
 class Tensor(Body):
     """A matrix of ids, whole or in CSR layout."""
 
-    data: Sequence[int]
+    data: Sequence[Index]
     dtype: Literal["int64"] = "int64"
-    shape: Sequence[int] | None = None
-    sparse_crow_indices: Sequence[int] | None = None
-    sparse_col_indices: Sequence[int] | None = None
+    shape: Sequence[Count] | None = None
+    sparse_crow_indices: Sequence[Index] | None = None
+    sparse_col_indices: Sequence[Index] | None = None
 
     def sparse(self, values: NDArray[Any]) -> Sparse | None:
         """Return a matrix with other values in the same layout; None if the layout is not sparse."""
@@ -226,13 +232,13 @@ class Sample(Body):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = Field(None, ge=0)
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # 10^9 times the number of the client, and more
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(0, ge=0)
-    topk_sample_logprobs: int = Field(0, ge=0)
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count = 0
     target_prompt_logprobs: Tensor | None = None
     prompt_alt_tokens_k: Literal[0] = 0
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     record_stability_info: bool | None = None
 
 
@@ -259,7 +265,7 @@ class OfPath(Body):
 class Ttl(Body):
     """A checkpoint's time to live; None for ever."""
 
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: Seconds | None = None
 
 
 _UNSUPPORTED = {
