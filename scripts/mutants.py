@@ -322,6 +322,18 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "tinker/test_models.py::test_engines_of_unused_versions_are_closed_and_come_back"),
     ("engines/torch/batch.py", "self._stop if row.call.stop is None else row.call.stop", "self._stop",
      "tinker/test_models.py::test_what_ends_a_sample"),
+    ("algorithms/forks.py", "weight += 1 - _expected", "weight += 0 * _expected", "algorithms/test_forks.py"),
+    ("algorithms/forks.py", "/ np.maximum(longest, t) / chance", "/ np.maximum(longest, t)",
+     "algorithms/test_forks.py"),
+    ("algorithms/forks.py", "(forks.steps[np.unique(forks.first[others])] - 1)",
+     "(forks.steps[np.unique(forks.first[members])] - 1)", "algorithms/test_forks.py"),
+    ("algorithms/forks.py", "number[own] < fork, gain", "number[own] < fork + 1, gain", "algorithms/test_forks.py"),
+    ("algorithms/forks.py", "[(forks.at[tree] == fork) | (tree == first)]", "[forks.at[tree] == fork]",
+     "algorithms/test_forks.py"),
+    ("algorithms/distillation.py", "np.where(ends, 0.0 if repaid else known, after)", "np.where(ends, known, after)",
+     "algorithms/test_unbiased.py::test_a_credit_that_is_paid_back_biases_nothing"),
+    ("loop/rollout_scheduler.py", "fork_of(forks, first, self._address(group, first.attempt))",
+     "fork_of(forks, first, self._address(group, number))", "loop/test_forks.py"),
 ]  # fmt: skip
 
 

@@ -123,6 +123,8 @@ DUEL = "environment=tests.loop.killed_episodes:Duel models.rival.policy=true"
 BEGUN = "rollout.starts.share=1 rollout.starts.target=0.95 evaluation.success_at=0.3 orchestration.updates=16"
 COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.compaction.prompt=notes"
 
+FORKED = "training.group_size=4 rollout.forks.at=entropy algorithm.advantage=forks"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -137,6 +139,8 @@ COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.com
         (10, f"{COMPACT} orchestration.max_staleness=2"),
         (10, DUEL),
         (10, f"{DUEL} orchestration.max_staleness=2"),
+        (10, FORKED),
+        (10, f"{FORKED} orchestration.max_staleness=2"),
     ],
 )
 def test_killed_at_random_moments_no_attempt_is_sampled_twice(kills: int, options: str, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ export function TrajectoryPage({run, id, query}) {
           ...(attempt.trained_reward !== null && attempt.trained_reward !== attempt.reward ? [["in training", figure(attempt.trained_reward)]] : []),
           ...Object.entries(attempt.components).filter(([name]) => name !== "reward").map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
           ...Object.entries(view.metrics).map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
-          ...(attempt.start_source === null ? [] : [["began", html`after ${counted(attempt.start_steps, "step")} of ${embedded || !/^[ge]\d+/.test(attempt.start_source) ? attempt.start_source
+          ...(attempt.start_source === null || !attempt.start_steps ? [] : [["began", html`after ${counted(attempt.start_steps, "step")} of ${embedded || !/^[ge]\d+/.test(attempt.start_source) ? attempt.start_source
             : html`<a href=${link(["run", run, "trajectory", attempt.start_source])}>${attempt.start_source}</a>`}`, "those steps are context, and not trained"]]),
           ["sampled", counted(attempt.completion_tokens, "token")], ["time", duration(attempt.seconds)],
           ...(view.ground_truth === null ? [] : [["ground truth", html`<code>${typeof view.ground_truth === "string" ? view.ground_truth : JSON.stringify(view.ground_truth)}</code>`]]),
