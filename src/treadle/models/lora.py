@@ -204,7 +204,7 @@ def _untie_head(model: PreTrainedModel, layers: Set[str]) -> None:
     """Give an adapted head weights of its own, if it shares the embedding's: merging would change both."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     named = {name for name, module in model.named_modules() if module is head}
-    if head is None or not named & layers or head.weight is not embedding.weight:
+    if not isinstance(head, torch.nn.Linear) or not named & layers or head.weight is not embedding.weight:
         return
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     for config in (model.config, model.config.get_text_config()):
