@@ -129,11 +129,14 @@ async def test_requests_after_one_that_never_came_fail(tmp_path: Path, base: Pre
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
     """Requests by kind, each with what happens after it: nothing, an orderly end, or a killed server."""
-    kinds = st.sampled_from(["forward", "backward", "backward", "step", "step", "save", "load", "wrong"])
+    kinds = st.sampled_from(["forward", "backward", "backward", "step", "step", "save", "load", "wrong", "invented"])
     return [(draw(kinds), draw(st.sampled_from([0, 0, 1, 2, 3]))) for _ in range(draw(st.integers(3, 8)))]
 
 
 async def _request(client: Client, model: str, seq: int, kind: str, saved: list[str]) -> dict[str, Any]:
+    if kind == "invented":  # a sequence that was never sampled
+        spans: Any = [[("none", 0, len(DATA[0].ids), True)]]
+        return await client.forward_backward(model, seq, DATA[:1], LOSS, inputs=spans, targets=spans)  # type: ignore[no-any-return]
     if kind in ("forward", "backward", "wrong"):
         loss, data = "ppo" if kind == "wrong" else LOSS, DATA[seq % 3 : seq % 3 + 2]
         options = {"beta": 1.0} if kind == "wrong" else {}
@@ -177,7 +180,8 @@ def _lost_nothing(base: PreTrainedModel, whole: Path, cut: Path, history: list[t
 
 def test_a_killed_server_makes_every_step_once(tmp_path: Path, base: PreTrainedModel) -> None:
     """Killed with a step open, after gradients, after a step, after loading; ended in order with gradients pending."""
-    history = [("backward", 0), ("step", 3), ("save", 0), ("backward", 2), ("step", 2), ("load", 3), ("backward", 1)]
+    history = [("backward", 0), ("step", 3), ("save", 0), ("backward", 2), ("step", 2), ("load", 3)]
+    history += [("backward", 1), ("invented", 2)]
     _lost_nothing(base, tmp_path / "whole", tmp_path / "cut", history)
 
 

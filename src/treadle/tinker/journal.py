@@ -182,9 +182,12 @@ class Journal:
         return self._requests("state = 'open' ORDER BY owner, seq")
 
     def applied(self, model: str) -> list[Request]:
-        """Return the finished requests that changed a model since its last saved state, in order."""
+        """Return the finished requests that changed a model since its last saved state, in order.
+
+        A step that failed may have cleared gradients; a pass that failed changed nothing.
+        """
         return self._requests(
-            "owner = ? AND state <> 'open' AND kind IN ('forward_backward', 'optim_step')"
+            "owner = ? AND (kind = 'forward_backward' AND state = 'done' OR kind = 'optim_step' AND state <> 'open')"
             " AND seq > (SELECT state FROM models WHERE model = owner) ORDER BY seq",
             model,
         )
