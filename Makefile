@@ -11,6 +11,8 @@ VERIFIERS_VENV ?= $(or $(TREADLE_VERIFIERS_VENV),.venv-verifiers)
 VERIFIERS_CLASSIC_VENV ?= $(or $(TREADLE_VERIFIERS_CLASSIC_VENV),.venv-verifiers-classic)
 OPENENV_VENV ?= $(or $(TREADLE_OPENENV_VENV),.venv-openenv)
 HARBOR_VENV ?= $(or $(TREADLE_HARBOR_VENV),.venv-harbor)
+TINKER_VENV ?= $(or $(TREADLE_TINKER_VENV),.venv-tinker)
+TINKER_OLD_VENV ?= $(or $(TREADLE_TINKER_OLD_VENV),.venv-tinker-old)
 DOCS_VENV := .venv-docs
 BUILD_VENV := .venv-build
 BIN := $(VENV)/bin
@@ -52,6 +54,8 @@ harbor-env: $(HARBOR_VENV)/.installed ## Harbor in an environment of its own (40
 
 integrations-env: verifiers-env openenv-env harbor-env ## all libraries that need a Python of their own; their tests run where it is
 
+tinker-env: $(TINKER_VENV)/.installed $(TINKER_OLD_VENV)/.installed ## Tinker's cookbook and the two SDKs that bound the range, in two environments (2 GB); their tests run where they are
+
 # What checks the viewer's pages. Nothing of npm's is needed to use or to build the package.
 TYPESCRIPT := 5.9.3
 OXLINT := 1.94.0
@@ -85,11 +89,12 @@ test-oldest: beside-oldest ## the quick tests with the oldest versions that pypr
 beside-%: tools-env
 	@mkdir -p .locks-$*
 	@$(MAKE) --no-print-directory lock LOCKED_IN=.locks-$* RESOLUTION=$(RESOLUTION)
-	@diff --unified=0 --recursive --exclude='*.in' --exclude=vllm-left-out.txt locks .locks-$* | grep '^[-+]' || echo "the same versions"
-	@$(MAKE) --no-print-directory vllm-env $(if $(shell scripts/environment.sh --find 2>/dev/null),integrations-env) test-quick \
+	@diff --unified=0 --recursive --exclude='*.in' --exclude='*-left-out.txt' locks .locks-$* | grep '^[-+]' || echo "the same versions"
+	@$(MAKE) --no-print-directory vllm-env tinker-env $(if $(shell scripts/environment.sh --find 2>/dev/null),integrations-env) test-quick \
 	  VENV=.venv-$* LOCKS=.locks-$* TREADLE_VLLM_VENV=$(CURDIR)/.venv-$*-vllm \
 	  TREADLE_VERIFIERS_VENV=$(CURDIR)/.venv-$*-verifiers TREADLE_VERIFIERS_CLASSIC_VENV=$(CURDIR)/.venv-$*-verifiers-classic \
-	  TREADLE_OPENENV_VENV=$(CURDIR)/.venv-$*-openenv TREADLE_HARBOR_VENV=$(CURDIR)/.venv-$*-harbor
+	  TREADLE_OPENENV_VENV=$(CURDIR)/.venv-$*-openenv TREADLE_HARBOR_VENV=$(CURDIR)/.venv-$*-harbor \
+	  TREADLE_TINKER_VENV=$(CURDIR)/.venv-$*-tinker TREADLE_TINKER_OLD_VENV=$(CURDIR)/.venv-$*-tinker-old
 
 test-cluster: dev-env ## what needs a Ray cluster, and one run with twenty processes killed at random (half an hour)
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m cluster tests/placement $(ARGS)
@@ -176,6 +181,14 @@ $(LIBRARY_VENVS:=/.installed): scripts/environment.sh | tools-env
 	@scripts/environment.sh $(UV) "" $(@D) $(filter $(LOCKS)/%,$^)
 	@touch $@
 
+$(TINKER_VENV)/.installed: scripts/environment.sh $(LOCKS)/tinker.txt | tools-env
+	@scripts/environment.sh $(UV) $(PYTHON) $(TINKER_VENV) $(LOCKS)/tinker.txt --constraint $(LOCKS)/treadle.txt torch
+	@touch $@
+
+$(TINKER_OLD_VENV)/.installed: scripts/environment.sh $(LOCKS)/tinker-old.txt | tools-env
+	@scripts/environment.sh $(UV) $(PYTHON) $(TINKER_OLD_VENV) $(LOCKS)/tinker-old.txt
+	@touch $@
+
 # The build front-end alone: a wheel needs neither PyTorch nor the development tools.
 $(BUILD_VENV)/.installed: $(LOCKS)/treadle.txt | $(PYTHON_CHECK)
 	@echo "set-up: installing hatchling into $(BUILD_VENV)"
@@ -207,4 +220,6 @@ lock: tools-env ## the newest allowed version of every package, written to locks
 	@$(COMPILE) --universal --python-version 3.11 locks/docs.in -o $(LOCKED_IN)/docs.txt
 	@for name in harbor verifiers verifiers-classic openenv; do \
 	  $(COMPILE) --universal --python-version 3.12 locks/$$name.in -o $(LOCKED_IN)/$$name.txt || exit; done
+	@$(COMPILE) --universal --python-version 3.11 --override locks/tinker-left-out.txt locks/tinker.in -o $(LOCKED_IN)/tinker.txt
+	@$(COMPILE) --universal --python-version 3.11 locks/tinker-old.in -o $(LOCKED_IN)/tinker-old.txt
 	@$(COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override locks/vllm-left-out.txt locks/vllm.in -o $(LOCKED_IN)/vllm.txt

@@ -19,7 +19,7 @@ from treadle.plan.inputs import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "small.py")
+PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in ("small.py", "tinker_loop.py"))
 SMALL = {
     "warm_start.steps": 20,
     "training.tasks_per_update": 2,
