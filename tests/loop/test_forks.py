@@ -3,6 +3,7 @@
 import json
 import signal
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.worlds import Quiet
 from treadle.api.public import load_run
 from treadle.cli.main import main
 from treadle.core.errors import ConfigError
-from treadle.core.types import DropReason
+from treadle.core.types import DropReason, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.record.recorded import RecordedTrajectory
 
@@ -145,6 +146,46 @@ def test_a_failed_attempt_is_replaced_before_others_branch_from_it(tmp_path: Pat
             last = by_place[group, place - place % WIDTH][-1]
             assert tries[0]["start_source"] == last["trajectory_id"]
     assert retried[True] > 1 and retried[False] > 1
+
+
+class Going(Stroll):
+    """Goes back by its snapshots, and answers what no replay repeats."""
+
+    replayable, restorable, made = False, True, 0
+
+    def answer(self, text: str) -> str:
+        Going.made += 1
+        return str(Going.made)
+
+    async def snapshot(self) -> str:
+        return str(self.replies)
+
+    async def restore(self, task: Task, snapshot: str) -> None:
+        await self.reset(task)
+        self.replies = int(snapshot)
+
+
+@pytest.mark.parametrize(
+    "player", [("environment=", "agent=tests.loop.test_starts:wandering"), (f"environment={__name__}:Going",)]
+)
+def test_agents_and_environments_with_snapshots_branch_too(player: tuple[str, ...], tmp_path: Path) -> None:
+    start(tmp_path / "run", *FORKS, *player, "orchestration.updates=2", progress=(said := Quiet()))
+    check_finished(tmp_path / "run")
+    assert check_forks(tmp_path / "run")["branch"] > 4
+    assert not [line for line in said.lines if "did not repeat" in line]
+
+
+def by_length(task: Task, trajectories: Sequence[Trajectory]) -> list[float]:
+    assert len(trajectories) in (1, SIZE)  # 1 in evaluations
+    return [len(t.steps) / REPLIES for t in trajectories]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_group_is_rewarded_once_all_branches_are_in(staleness: int, tmp_path: Path) -> None:
+    options = (f"rewards.group={__name__}:by_length", f"orchestration.max_staleness={staleness}")
+    start(tmp_path / "run", *FORKS, *options)
+    check_finished(tmp_path / "run")
+    assert check_forks(tmp_path / "run")["branch"] > 10
 
 
 class Breaking(Stroll):

@@ -15,7 +15,7 @@ import numpy as np
 from treadle.algorithms.forks import fork_probabilities
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.errors import DataError
-from treadle.core.types import Trajectory
+from treadle.core.types import Status, Trajectory
 from treadle.rollout.config import ForksConfig
 from treadle.rollout.replay import Prefix
 from treadle.rollout.session import Address
@@ -27,12 +27,12 @@ def first_place(config: ForksConfig | None, place: int) -> int:
 
 
 def fork_of(config: ForksConfig, first: Trajectory, address: Address) -> Prefix | None:
-    """Return the steps that the branches of an attempt begin with; None if it has no reward, no such step, or one that
+    """Return the steps that the branches of an attempt begin with; None if it failed, has no such step, or one that
     cannot be replayed.
 
     address: of `first`, which keys the draw.
     """
-    if first.reward is None:
+    if first.status is Status.FAILED:
         return None
     if isinstance(config.at, int):
         step, chance = config.at, None
