@@ -316,7 +316,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("tinker/journal.py", "seq > (SELECT state FROM models", "seq > 1 + (SELECT state FROM models",
      "tinker/test_server.py::test_a_killed_server_makes_every_step_once"),
     ("tinker/journal.py", "seq <= ? AND state <> 'open'", "seq <= ?",
-     "tinker/test_server.py::test_a_killed_server_makes_every_step_once"),
+     "tinker/test_journal.py"),
     ("tinker/service.py", "line.waiting[0][0] <= line.done + 1", "True",
      "tinker/test_server.py::test_requests_are_executed_in_the_order"),
     ("tinker/service.py", "if trained is None or trained.has_gradients:", "if trained is None:",
