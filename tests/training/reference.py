@@ -28,7 +28,7 @@ from treadle.core.config import build
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.support import Probabilities, Support
-from treadle.core.types import Group, Ids, Step
+from treadle.core.types import Group, Ids, Step, Task
 from treadle.models.config import LoraConfig
 from treadle.models.lora import add_adapters
 from treadle.models.weights import adapter_weights
@@ -445,6 +445,16 @@ class OtherPrompts(TeacherPrompts):
 
     def of(self, batch: FlatBatch) -> list[Ids | None]:
         return [None if n % 3 == 2 else np.append(s.prompt_ids, 7)[::-1].copy() for n, s in enumerate(batch.steps)]
+
+
+class FewIds(Truths):
+    """Ids that the tests' model has; of two lengths."""
+
+    def __init__(self) -> None:
+        self._limit = 100
+
+    def _ids(self, task: Task) -> Ids:
+        return np.array([1, 2, 3][: 2 + int(task.task_id[-1]) % 2], np.int32)
 
 
 def taught_advantages(

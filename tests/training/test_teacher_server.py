@@ -16,7 +16,7 @@ from tests.http_servers import answering, serving
 from tests.judge.servers import quick as quick
 from tests.models import VOCABULARY, each_step, tiny
 from tests.runs import check_finished, start, updates
-from tests.training.reference import forked_groups, make_learner
+from tests.training.reference import FewIds, forked_groups, make_learner
 from tests.worlds import Quiet
 from tests.worlds import tiny as recipe
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig
@@ -106,6 +106,17 @@ def test_a_server_teaches_what_its_model_would_in_process(
     assert other.advantage == pytest.approx(one.advantage, abs=1e-5)
     assert other.metrics["gradient_norm"] == pytest.approx(one.metrics["gradient_norm"], rel=1e-4)
     assert len(script.asked) < 2 * len(batch.steps)  # prefixes of others are not asked for again
+
+
+def test_a_server_credits_turns_as_its_model_would_in_process() -> None:
+    section = DistillationConfig(teacher="T", form="turns", coef=0.1)
+    algorithm, teacher = AlgorithmConfig(advantage="step_return", distillation=section), tiny(seed=5)
+    local = make_learner(tiny(), algorithm, teacher=teacher, truths=FewIds())
+    with serving(answering(Scripted(teacher))) as url:
+        served = make_learner(tiny(), algorithm, server=TeacherServer(url), truths=FewIds())
+        (one,), (other,) = (each.train_batch(groups()) for each in (local, served))
+    assert other.metrics["truth_logprob"] == pytest.approx(one.metrics["truth_logprob"], abs=1e-5)
+    assert other.advantage == pytest.approx(one.advantage, abs=1e-5)
 
 
 def test_sequences_are_covered_by_the_longest_that_begin_with_them() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models import exact, full, make_step, random_groups, step_logprobs
-from tests.training.reference import LAYOUTS, adapted, forked_groups, make_learner
+from tests.runs import Interrupting, check_finished, resume, start, updates
+from tests.training.reference import LAYOUTS, FewIds, adapted, forked_groups, make_learner
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig
 from treadle.algorithms.distillation import turn_credit
 from treadle.algorithms.estimators import Signals, advantages
@@ -25,16 +27,6 @@ from treadle.training.teacher_prompts import Truths, load_target
 
 RENDERER = load_chat(ModelConfig(build={"model_type": "qwen3"}, tokenizer="demo"), None)[1]
 TEXT = "Ann"
-
-
-class FewIds(Truths):
-    """Ids that the tests' model has."""
-
-    def __init__(self) -> None:
-        super().__init__(None, RENDERER, 100)
-
-    def _ids(self, task: Task) -> Any:
-        return np.array([1, 2, 3][: 2 + int(task.task_id[-1]) % 2], np.int32)
 
 
 def algorithm_of(**fields: Any) -> AlgorithmConfig:
@@ -124,6 +116,26 @@ def test_a_truth_is_text() -> None:
         truths.asked(batch, truths.of(batch))
     with pytest.raises(ConfigError, match=r"is called as target\(task\), but: too many positional"):
         load_target(f"{__name__}:test_a_truth_is_text")
+
+
+def vowels(task: Task) -> str:
+    return "aeiou"
+
+
+def test_a_run_credits_turns_and_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    options = (
+        "algorithm.advantage=step_return",
+        f"algorithm.distillation={{form: turns, weights: start, coef: 0.1, target: '{__name__}:vowels'}}",
+        "orchestration.checkpoint_every=2",
+    )
+    straight = start(tmp_path / "straight", *options, "orchestration.updates=4")
+    check_finished(tmp_path / "straight")
+    assert all(row["truth_logprob"] < 0 for row in updates(tmp_path / "straight"))
+    plain = start(tmp_path / "plain", options[0], "orchestration.updates=4")
+    assert plain["weights_sha256"] != straight["weights_sha256"]
+    stopped = start(tmp_path / "run", *options, "orchestration.updates=4", progress=Interrupting(which=3))
+    assert stopped["stopped_early"]
+    assert resume(tmp_path / "run")["weights_sha256"] == straight["weights_sha256"]
 
 
 @pytest.mark.parametrize(

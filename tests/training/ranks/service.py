@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.models import distance, exact, norm, random_groups, tiny
-from tests.training.reference import OtherPrompts, accumulated, adapted, earlier_policy, make_learner, updated_by_hand
+from tests.training.reference import (
+    FewIds,
+    OtherPrompts,
+    accumulated,
+    adapted,
+    earlier_policy,
+    make_learner,
+    updated_by_hand,
+)
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import TrainingStopped
 from treadle.core.types import Group
@@ -181,12 +189,14 @@ class Parity:
         teacher = (exact if case.double else tiny)(seed=5) if case.teacher else None
         traced = TracedGroups(share=float(case.teacher))
         prompts = OtherPrompts() if case.context else None
-        alone = make_learner(model, algorithm, teacher=teacher, prompts=prompts, **of_one)
+        section = algorithm.distillation
+        truths = FewIds() if section is not None and section.form == "turns" else None
+        alone = make_learner(model, algorithm, teacher=teacher, prompts=prompts, truths=truths, **of_one)
         for module in (model, teacher) if self.ranks.rank else ():
             if module is not None:
                 module.to("meta")  # type: ignore[arg-type]  # the first rank's weights are everybody's
                 module.tie_weights()  # which that has undone
-        beside: dict[str, Any] = {"traced": traced, "teacher": teacher, "prompts": prompts}
+        beside: dict[str, Any] = {"traced": traced, "teacher": teacher, "prompts": prompts, "truths": truths}
         return alone, make_learner(model, algorithm, self.ranks, **beside, **training)
 
     # what goes wrong

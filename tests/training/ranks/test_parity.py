@@ -217,6 +217,15 @@ TRAINED = {
         )
         for form in ("advantage", "loss", "reverse_top_k", "forward_top_k")
     },
+    "credit for turns": Case(
+        MANY[:4],
+        teacher=True,
+        training=budget(25, updates_per_batch=2),
+        algorithm={
+            "advantage": "step_return",
+            "distillation": DistillationConfig(teacher="T", coef=0.5, form="turns"),
+        },
+    ),
     "its own teacher, by moving average": Case(
         MANY[:4],
         context=True,
