@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.engines.test_engine_restart import children
 from tests.forks import run
+from tests.models import same_bits
 from tests.runs import check_finished, query, recorded, resume, start
 from tests.worlds import END, ROOT, Quiet, Vowels, tiny, tool
 from treadle.api.evaluate import evaluate_model, find_subject, held_out_inputs
@@ -62,6 +63,11 @@ def test_a_run_with_adapters_stops_goes_on_and_is_a_model(base: Path, tmp_path: 
 
     export_checkpoint(tmp_path / "run", tmp_path / "adapter")
     export_checkpoint(tmp_path / "run", tmp_path / "whole", merge=True)
+    export_checkpoint(tmp_path / "adapter", tmp_path / "same", merge=True)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "same")]
+    assert same_bits(*weights)
+    with pytest.raises(ConfigError, match="is an adapter in peft's format already; copy it, or add --merge"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / "no")
     with pytest.raises(ConfigError, match=r"--merge: .* is a whole model already"):
         plain = start(tmp_path / "plain", *adapted(base, "training.lora=null"))
         assert plain["weights_sha256"] != straight["weights_sha256"]

@@ -89,6 +89,7 @@ _EXPORT_EXAMPLES = """examples:
   treadle export runs/demo@best models/best                   the one with the best held-out evaluation
   treadle export runs/demo@30 models/early                    the one of update 30
   treadle export runs/lora models/whole --merge               base and adapter in one
+  treadle export adapters/mine models/whole --merge           the same of any directory of an adapter
   treadle export runs/demo models/half --dtype bfloat16       weights in another format than in training
   treadle export runs/demo models/demo --push ORG/NAME        and uploaded to the hub, with the key in HF_TOKEN
 
@@ -288,7 +289,9 @@ def _add_models(commands: Commands) -> None:
 
     summary = "write a run's model as a plain Hugging Face directory"
     parser = add_command(commands, "export", "models:run_export", summary, _EXPORT_EXAMPLES)
-    parser.add_argument("run_address", metavar="RUN", help="a run, RUN@best or RUN@40 (default: its latest checkpoint)")
+    parser.add_argument(
+        "run_address", metavar="RUN", help="a run, RUN@best or RUN@40 (default: its latest checkpoint), or an adapter"
+    )
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
     parser.add_argument("--merge", action="store_true", help="merge an adapter into its base, and write a whole model")
     dtypes = ("float32", "bfloat16", "float16")
