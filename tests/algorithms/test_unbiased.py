@@ -194,6 +194,22 @@ def test_sampled_updates_agree(fields: dict[str, Any], scale: Callable[[int], fl
     assert_within_errors(each, scale(2) * worlds()[turns].gradient().sum(0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", TURNS)
+def test_sampled_updates_with_credit_and_with_starts_agree(turns: int) -> None:
+    world, config = worlds()[turns], AlgorithmConfig(**SUM, advantage="step_return")
+    part = sampled(turns, 2)
+    assert_within_errors(part.each(config, credit_of(part, repaid=True)), world.gradient().sum(0))
+    attempts = [[world.sample(place, n, START) for n in range(2)] for place in range(SAMPLED)]
+    batch = flatten([begun(world.group(each, place)) for place, each in enumerate(attempts)])
+    after = Everything(world, batch, np.full(SAMPLED, 1 / SAMPLED), 2)
+    wanted = world.gradient(START).sum(0)
+    reached = wanted != 0  # other parameters are not moved at all
+    each = after.each(config)
+    assert not each[:, ~reached].any()
+    assert_within_errors(each[:, reached], wanted[reached])
+
+
 # Biased ones, which the documentation says by how much
 
 

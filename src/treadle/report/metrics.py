@@ -41,7 +41,9 @@ COMPACTIONS = _mean("compactions_mean", "compactions", "a summary took the place
 SUMMARY_TOKENS = _mean("summary_tokens_mean", "tokens", "sampled in summaries that `rollout.compaction` asked for")
 TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
 ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
-STARTS = _mean("starts", "share", "began in the middle of a recorded attempt (`rollout.starts`), if any did")
+STARTS = _mean(
+    "starts", "share", "began in the middle of a recorded attempt (`rollout.starts`, `rollout.forks`), if any did"
+)
 START_STEPS = _mean("start_steps_mean", "steps", "replayed before those attempts' own")
 WHOLE_SUCCESS = _mean("whole_success", "share", "success of the other attempts of such an update")
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
