@@ -264,8 +264,8 @@ def kept(trajectory: Trajectory) -> Trajectory:
 
 def in_sandbox(prefix: Prefix | None = None, begins: bool = True) -> tuple[Trajectory, int]:
     engine, Sandbox.steps = FakeEngine(by_seed if prefix is None else by_other_seed), 0
-    settings = {"max_steps": CALLS, "max_input_tokens": 10_000, "starts": StartsConfig() if begins else None}
-    trajectory = asyncio.run(attempt(Sandbox, engine, prefix=prefix, **settings))
+    settings: dict[str, Any] = {"max_input_tokens": 10_000, "starts": StartsConfig() if begins else None}
+    trajectory = asyncio.run(attempt(Sandbox, engine, prefix=prefix, max_steps=CALLS, **settings))
     assert trajectory.failure is None, trajectory.failure
     return trajectory, len(engine.calls)
 
