@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest test-processors vllm-env verifiers-env openenv-env harbor-env integrations-env conformance gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest test-processors vllm-env verifiers-env openenv-env harbor-env integrations-env conformance conformance-peers gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -87,9 +87,9 @@ test-oldest: RESOLUTION := lowest-direct
 test-oldest: beside-oldest ## the quick tests with the oldest versions that pyproject.toml allows, in .venv-oldest*
 
 beside-%: tools-env
-	@mkdir -p .locks-$*
+	@mkdir -p .locks-$*/conformance
 	@$(MAKE) --no-print-directory lock LOCKED_IN=.locks-$* RESOLUTION=$(RESOLUTION)
-	@diff --unified=0 --recursive --exclude='*.in' --exclude='*-left-out.txt' locks .locks-$* | grep '^[-+]' || echo "the same versions"
+	@diff --unified=0 --recursive --exclude='*.in' --exclude='*left-out.txt' --exclude=torch.txt locks .locks-$* | grep '^[-+]' || echo "the same versions"
 	@$(MAKE) --no-print-directory vllm-env tinker-env $(if $(shell scripts/environment.sh --find 2>/dev/null),integrations-env) test-quick \
 	  VENV=.venv-$* LOCKS=.locks-$* TREADLE_VLLM_VENV=$(CURDIR)/.venv-$*-vllm \
 	  TREADLE_VERIFIERS_VENV=$(CURDIR)/.venv-$*-verifiers TREADLE_VERIFIERS_CLASSIC_VENV=$(CURDIR)/.venv-$*-verifiers-classic \
@@ -100,8 +100,18 @@ test-cluster: dev-env ## what needs a Ray cluster, and one run with twenty proce
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m cluster tests/placement $(ARGS)
 	@$(BIN)/python -m pytest -s tests/placement/random_kills.py $(ARGS)
 
+# Trainers that the suite has adapters for, each in an environment of its own; they share one PyTorch.
+PEERS := skyrl trl tinker_cookbook verifiers miles art
+PEER_VENVS ?= $(or $(TREADLE_PEER_VENVS),.venv-peers)
+
 conformance: dev-env ## Treadle's packings and learner over the cases of conformance/ (seconds)
 	@$(BIN)/python -m conformance.check treadle $(ARGS)
+
+conformance-peers: $(PEERS:%=conformance-%) ## the same of six other trainers, each in its own environment (7 GB, Python 3.12)
+	@$(BIN)/python -m conformance.page
+
+$(PEERS:%=conformance-%): conformance-%: $(PEER_VENVS)/%/.installed
+	@PYTHONPATH=. $(<D)/bin/python -W ignore -m conformance.check $* --write
 
 gpu-check: dev-env ## what runs on a GPU, checked and measured; skips what is not there
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
@@ -189,6 +199,17 @@ $(TINKER_OLD_VENV)/.installed: scripts/environment.sh $(LOCKS)/tinker-old.txt | 
 	@scripts/environment.sh $(UV) $(PYTHON) $(TINKER_OLD_VENV) $(LOCKS)/tinker-old.txt
 	@touch $@
 
+# Of pip's index: a build for CUDA where there is no other (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has one).
+$(PEER_VENVS)/torch/.installed: scripts/environment.sh constraints.txt $(LOCKS)/conformance/torch.txt | tools-env
+	@scripts/environment.sh $(UV) "" $(@D) $(LOCKS)/conformance/torch.txt --constraint constraints.txt torch
+	@touch $@
+
+$(PEERS:%=$(PEER_VENVS)/%/.installed): $(PEER_VENVS)/%/.installed: $(LOCKS)/conformance/%.txt $(PEER_VENVS)/torch/.installed
+	@scripts/environment.sh $(UV) "" $(@D) $<
+	@echo "$$($(PEER_VENVS)/torch/bin/python -c 'import site; print(site.getsitepackages()[0])')" > \
+	  "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/torch.pth"
+	@touch $@
+
 # The build front-end alone: a wheel needs neither PyTorch nor the development tools.
 $(BUILD_VENV)/.installed: $(LOCKS)/treadle.txt | $(PYTHON_CHECK)
 	@echo "set-up: installing hatchling into $(BUILD_VENV)"
@@ -222,4 +243,6 @@ lock: tools-env ## the newest allowed version of every package, written to locks
 	  $(COMPILE) --universal --python-version 3.12 locks/$$name.in -o $(LOCKED_IN)/$$name.txt || exit; done
 	@$(COMPILE) --universal --python-version 3.11 --override locks/tinker-left-out.txt locks/tinker.in -o $(LOCKED_IN)/tinker.txt
 	@$(COMPILE) --universal --python-version 3.11 locks/tinker-old.in -o $(LOCKED_IN)/tinker-old.txt
+	@for name in $(PEERS); do \
+	  $(COMPILE) --python-version 3.12 --override locks/conformance/left-out.txt locks/conformance/$$name.in -o $(LOCKED_IN)/conformance/$$name.txt || exit; done
 	@$(COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override locks/vllm-left-out.txt locks/vllm.in -o $(LOCKED_IN)/vllm.txt

@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +41,8 @@ PASS, NOT_EXPRESSIBLE, FOLLOWS = "pass", "not expressible", "follows"
 """States beside `fails: ...`. follows: not judged, because what it is computed from fails already."""
 
 RTOL = 2e-5  # of float32
+LEAST = {"old": 1.0, "advantage": 0.1, "weight": 1e-3, "loss": 0.1, "gradient": 0.01}
+"""Differences are compared with the largest value, at least with this: terms cancel, and their rounding stays."""
 GRPO_RTOL = 1e-3  # leaves the constant beside the standard deviation free, up to 1e-4
 
 
@@ -62,15 +66,39 @@ class Row(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Why cells fail, with file and line of the trainer's. families, aspects: which ones; empty: all."""
+    """Why cells fail. where: file and line of the trainer's, `package/module.py:12`. code: stands there.
+
+    aspects: beginnings of names of aspects. cases: names of cases, or of families. Empty: all.
+    """
 
     sentence: str
+    where: str
+    code: str
     aspects: tuple[str, ...] = ()
-    families: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
 
-    def covers(self, family: str, aspect: str) -> bool:
-        named = any(aspect == a or aspect.split()[0] == a for a in self.aspects)
-        return (not self.aspects or named) and (not self.families or family in self.families)
+    def covers(self, case: str, aspect: str) -> bool:
+        family = case.rsplit("-", 1)[0]
+        return (not self.aspects or aspect.startswith(self.aspects)) and (
+            not self.cases or case in self.cases or family in self.cases
+        )
+
+    def stands(self) -> bool:
+        """Return whether the installed trainer has this code on this line."""
+        file, line = self.where.rsplit(":", 1)
+        path = next((path for base in sys.path if (path := Path(base) / file).is_file()), None)
+        return path is not None and self.code in path.read_text().splitlines()[int(line) - 1]
+
+    def __str__(self) -> str:
+        return f"{self.sentence} (`{self.where}`)"
+
+
+def explanations_of(adapter: ModuleType) -> list[Explanation]:
+    """Read the explanations beside the adapter: a list of `Explanation`s in a file of its name, with suffix .json."""
+    path = Path(str(adapter.__file__)).with_suffix(".json")
+    listed = json.loads(path.read_text()) if path.exists() else []
+    lists = ("aspects", "cases")
+    return [Explanation(**each | {name: tuple(each.get(name, ())) for name in lists}) for each in listed]
 
 
 Rows = Callable[[dict[str, Any], str, str], list[Row]]
@@ -134,19 +162,22 @@ def judge(case: dict[str, Any], rows: Rows, adapter: Any, own: Loss | None = Non
 
     def compare(matched: Matched, field: str, values: list[float], rtol: float) -> str:
         places = sorted(matched.places.items())
-        return _compare(
-            np.array([getattr(row, field)[at] for _, (row, at) in places]), [values[i] for i, _ in places], rtol
-        )
+        found = np.array([getattr(row, field)[at] for _, (row, at) in places])
+        return _compare(found, [values[i] for i, _ in places], rtol, LEAST[field])
 
     try:
         plain = found(*usual)
     except NotExpressible:
         return states
+    except Exception as error:  # noqa: BLE001  # of the trainer's own code: attributed to it
+        return states | {"tokens": f"fails: {type(error).__name__} {error}".splitlines()[0][:120]}
     states["tokens"] = plain.state
     states["old"] = compare(plain, "old", want["old"], rtol)
     for name in advantages:
         loose = max(rtol, GRPO_RTOL) if name == "grpo" and rtol == RTOL else rtol
         values = want["advantages"][name]
+        if name == "grpo" and getattr(adapter, "POPULATION_STD", False):
+            values = _population(case, values)
         states[f"advantage {name}"] = compare(found(name, usual[1]), "advantage", values, loose)
     sound = states["tokens"] == PASS
     for name in reductions:
@@ -160,6 +191,13 @@ def judge(case: dict[str, Any], rows: Rows, adapter: Any, own: Loss | None = Non
     return states
 
 
+def _population(case: dict[str, Any], values: list[float]) -> list[float]:
+    """Return advantage grpo with the population's deviation, the other convention: std over n, not n - 1."""
+    size = {a.number: len(members) for members in reference.by_group(case) for a in members}
+    tokens = case["expected"]["tokens"]
+    return [v * np.sqrt(n / max(n - 1, 1)) for v, n in zip(values, (size[t[0]] for t in tokens), strict=True)]
+
+
 def _losses(case: dict[str, Any], rows: Rows, own: Loss | None, reductions: list[str], rtol: float) -> tuple[str, str]:
     """Compare loss and gradient: the trainer's own, or else those of the tiny model on its rows."""
     want, losses, gradients = case["expected"], [], []
@@ -168,8 +206,10 @@ def _losses(case: dict[str, Any], rows: Rows, own: Loss | None, reductions: list
         losses.append(loss)
         gradients.append(gradient)
     return (
-        _compare(np.array(losses), [want["loss"][name] for name in reductions], rtol),
-        _compare(np.ravel(gradients), np.ravel([want["gradient"][name] for name in reductions]), rtol),
+        _compare(np.array(losses), [want["loss"][name] for name in reductions], rtol, LEAST["loss"]),
+        _compare(
+            np.ravel(gradients), np.ravel([want["gradient"][name] for name in reductions]), rtol, LEAST["gradient"]
+        ),
     )
 
 
@@ -185,84 +225,100 @@ def _of_rows(rows: Sequence[Row]) -> tuple[float, Any]:
     return reference.reduced(np.array(weight), *each)
 
 
-def _compare(found: Any, expected: Any, rtol: float) -> str:
+def _compare(found: Any, expected: Any, rtol: float, least: float) -> str:
     """Return `pass` if the difference is small against the largest expected value, else what differs most."""
     wanted = np.asarray(expected, np.float64)
     if not len(wanted):
         return PASS
-    scale = max(float(np.abs(wanted).max()), 1e-3)
+    scale = max(float(np.abs(wanted).max()), least)
     gap = np.abs(found - wanted)
     at = int(np.argmax(gap))
     return PASS if gap[at] <= rtol * scale else f"fails: {found[at]:.4g} instead of {wanted[at]:.4g}"
 
 
-def failures(results: dict[str, Any], families: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (case, aspect, state) of everything that fails."""
-    for name, states in results.items():
-        for aspect, state in states.items():
-            if state.startswith("fails"):
-                yield name, aspect, state
+class Failure(NamedTuple):
+    """A failing cell. explained: number of the explanation that covers it, if any."""
+
+    case: str
+    aspect: str
+    state: str
+    explained: int | None
 
 
-def run(adapter: ModuleType, variant: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of one variant of an adapter over all cases, each failure with its explanation's number."""
+def run(adapter: ModuleType, variant: str, cases: dict[str, dict[str, Any]]) -> dict[str, States]:
+    """Return the states of one variant of an adapter, by case."""
     rows, own = adapter.VARIANTS[variant], getattr(adapter, "LOSSES", {}).get(variant)
-    states = {name: judge(case, rows, adapter, own) for name, case in cases.items()}
-    explanations = [e for v, e in getattr(adapter, "EXPLAINED", ()) if v in (variant, "")]
-    explained: dict[str, dict[str, int]] = {}
-    unexplained, used = [], set()
-    for name, aspect, state in failures(states, {}):
-        family = cases[name]["family"]
-        number = next((n for n, e in enumerate(explanations) if e.covers(family, aspect)), None)
-        if number is None:
-            unexplained.append(f"{name}: {aspect} {state}")
-        else:
-            used.add(number)
-            explained.setdefault(name, {})[aspect] = number
-    stale = [e.sentence for n, e in enumerate(explanations) if n not in used]
-    return {
-        "trainer": adapter.TRAINER,
-        "variant": variant,
-        "version": adapter.VERSION,
-        "not_expressible": getattr(adapter, "LACKS", ""),
-        "explanations": [e.sentence for e in explanations],
-        "explained": explained,
-        "unexplained": unexplained,
-        "stale": stale,
-        "states": states,
-    }
+    return {name: judge(case, rows, adapter, own) for name, case in cases.items()}
+
+
+def failures(states: dict[str, States], explanations: Sequence[Explanation]) -> list[Failure]:
+    """Return everything that fails, each with the first explanation that covers it."""
+    return [
+        Failure(name, aspect, state, next((n for n, e in enumerate(explanations) if e.covers(name, aspect)), None))
+        for name, of_case in states.items()
+        for aspect, state in of_case.items()
+        if state.startswith("fails")
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("adapter", help="a module of conformance/adapters, or module path of your own")
+    parser.add_argument("adapter", help="a module of conformance/adapters, or the import path of your own")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--write", action="store_true", help="write conformance/results")
+    parser.add_argument("--write", action="store_true", help="write conformance/results/ADAPTER.json")
     args = parser.parse_args()
-    module = args.adapter if "." in args.adapter else f"conformance.adapters.{args.adapter}"
-    adapter = importlib.import_module(module)
+    adapter = importlib.import_module(args.adapter if "." in args.adapter else f"conformance.adapters.{args.adapter}")
+    logging.disable()  # trainers log every batch
     cases = {name: case for name, case in load_cases().items() if args.only in name}
-    bad = 0
-    for variant in adapter.VARIANTS:
-        found = run(adapter, variant, cases)
-        title = " ".join(filter(None, (found["trainer"], variant, found["version"])))
-        held = [any(s != NOT_EXPRESSIBLE for s in states.values()) for states in found["states"].values()]
-        failing = {name for name, _, _ in failures(found["states"], {})}
-        print(f"{title}: {sum(held) - len(failing)} of {sum(held)} cases pass, {len(held) - sum(held)} not expressible")
-        for name, aspect, state in failures(found["states"], {}):
-            number = found["explained"].get(name, {}).get(aspect)
-            print(f"  {name}: {aspect} {state}" + ("" if number is None else f" [{number + 1}]"))
-        for number, sentence in enumerate(found["explanations"], 1):
-            print(f"  [{number}] {sentence}")
-        bad += len(found["unexplained"]) + (len(found["stale"]) if not args.only else 0)
-        for sentence in found["stale"] if not args.only else []:
-            print(f"  nothing fails for this reason any more: {sentence}")
-        if args.write:
-            RESULTS.mkdir(exist_ok=True)
-            name = "-".join(filter(None, (args.adapter, variant.replace(" ", "-"))))
-            (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if bad else 0
+    explanations = explanations_of(adapter)
+    variants = {variant: run(adapter, variant, cases) for variant in adapter.VARIANTS}
+    wrong = {variant: failures(states, explanations) for variant, states in variants.items()}
+    for variant, states in variants.items():
+        held = [name for name, s in states.items() if any(state != NOT_EXPRESSIBLE for state in s.values())]
+        passing = len(held) - len({failure.case for failure in wrong[variant]})
+        title = " ".join(filter(None, (adapter.TRAINER, adapter.VERSION, variant)))
+        print(f"{title}: {passing} of {len(held)} cases pass, {len(cases) - len(held)} not expressible")
+        for case, aspect, state, number in wrong[variant]:
+            print(f"  {case}: {aspect} {state} [{'unexplained' if number is None else number + 1}]")
+    used = {failure.explained for found in wrong.values() for failure in found}
+    problems = ["some failures are unexplained"] * (None in used)
+    for number, explanation in enumerate(explanations):
+        print(f"  [{number + 1}] {explanation}")
+        if number not in used and not args.only:
+            problems.append(f"nothing fails for reason {number + 1} any more")
+        if not explanation.stands():
+            problems.append(f"{explanation.where} is not {explanation.code!r}")
+    if args.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{args.adapter}.json").write_text(_results(adapter, variants, wrong))
+    print("".join(f"{problem}\n" for problem in problems), end="", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _results(adapter: ModuleType, variants: dict[str, dict[str, States]], wrong: dict[str, list[Failure]]) -> str:
+    """Return the file of results: JSON, one line per case that does not pass."""
+    made = {
+        "trainer": adapter.TRAINER,
+        "version": adapter.VERSION,
+        "lacks": getattr(adapter, "LACKS", ""),
+        "explanations": [str(explanation) for explanation in explanations_of(adapter)],
+        "variants": {
+            variant: {
+                "aspects": sorted(
+                    {a for of_case in states.values() for a, s in of_case.items() if s != NOT_EXPRESSIBLE}
+                ),
+                "not expressible": [n for n, s in states.items() if set(s.values()) == {NOT_EXPRESSIBLE}],
+                "fails": [[*failure] for failure in wrong[variant]],
+                "follows": [[n, a] for n, of_case in states.items() for a, s in of_case.items() if s == FOLLOWS],
+            }
+            for variant, states in variants.items()
+        },
+    }
+    lists = re.compile(r"\[[^\[\]{}]*\]")
+    return lists.sub(lambda found: json.dumps(json.loads(found[0])), json.dumps(made, indent=1)) + "\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from conformance import check  # the module whose classes adapters import
+
+    sys.exit(check.main())

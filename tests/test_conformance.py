@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # no stubs
 import pytest
 
-from conformance import check, generate, mutants
+from conformance import check, example, generate, mutants, page
 from conformance.adapters import treadle
 
 ROOT = Path(__file__).resolve().parent.parent / "conformance"
@@ -55,7 +55,7 @@ def test_each_case_notices_a_mutant() -> None:
 
 @pytest.mark.parametrize("packing", treadle.VARIANTS)
 def test_treadle_passes(packing: str) -> None:
-    found = check.run(treadle, packing, CASES)["states"]
+    found = check.run(treadle, packing, CASES)
     assert {state for states in found.values() for state in states.values()} == {check.PASS}
 
 
@@ -69,3 +69,26 @@ def test_trees_are_shared_where_treadle_passes() -> None:
 def _tokens(case: dict[str, Any]) -> int:
     steps = [step for group in case["groups"] for attempt in group for step in attempt["steps"]]
     return sum(len(step["prompt"]) + len(step["completion"]) for step in steps)
+
+
+def test_the_page_shows_what_the_runs_gave() -> None:
+    text = page.PAGE.read_text()
+    assert page.with_tables(text) == text
+    written = json.loads((check.RESULTS / "treadle.json").read_text())
+    assert list(written["variants"]) == list(treadle.VARIANTS) and not written["explanations"]
+    for found in written["variants"].values():
+        assert found == {"aspects": sorted(check.ASPECTS), "not expressible": [], "fails": [], "follows": []}
+
+
+def test_a_wrong_trainer_is_caught_where_it_is_wrong() -> None:
+    assert (ROOT / "example.py").read_text() in page.PAGE.read_text()
+    wrong = {failure.case.rsplit("-", 1)[0] for failure in check.failures(check.run(example, "", CASES), [])}
+    assert {"drift", "stripped_thoughts", "sliding_window", "compaction", "sub_agents", "forks"} <= wrong
+    assert not wrong & {"append_only", "versions", "end_tokens", "failed_siblings", "retries"}
+
+
+def test_an_explanation_covers_cells_and_must_stand_in_the_code() -> None:
+    here = check.Explanation("why", "conformance/check.py:1", "Runs an adapter", ("advantage",), ("drift",))
+    assert here.stands() and not here._replace(code="something else").stands()
+    assert here.covers("drift-01", "advantage grpo") and here._replace(cases=()).covers("forks-02", "advantage rloo")
+    assert not here.covers("drift-01", "tokens") and not here.covers("forks-01", "advantage grpo")
