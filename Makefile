@@ -107,7 +107,8 @@ PEER_VENVS ?= $(or $(TREADLE_PEER_VENVS),.venv-peers)
 conformance: dev-env ## Treadle's packings and learner over the cases of conformance/ (seconds)
 	@$(BIN)/python -m conformance.check treadle $(ARGS)
 
-conformance-peers: $(PEERS:%=conformance-%) ## the same of six other trainers, each in its own environment (7 GB, Python 3.12)
+conformance-peers: dev-env $(PEERS:%=conformance-%) ## the same of six other trainers, each in its own environment (7 GB, Python 3.12)
+	@$(BIN)/python -m conformance.check treadle --write
 	@$(BIN)/python -m conformance.page
 
 $(PEERS:%=conformance-%): conformance-%: $(PEER_VENVS)/%/.installed
