@@ -265,7 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("adapter", help="a module of conformance/adapters, or the import path of your own")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--write", action="store_true", help="write conformance/results/ADAPTER.json")
+    parser.add_argument("--write", nargs="?", type=Path, const=RESULTS, help="write ADAPTER.json here (%(const)s)")
     args = parser.parse_args()
     adapter = importlib.import_module(args.adapter if "." in args.adapter else f"conformance.adapters.{args.adapter}")
     logging.disable()  # trainers log every batch
@@ -289,8 +289,8 @@ def main() -> int:
         if not explanation.stands():
             problems.append(f"{explanation.where} is not {explanation.code!r}")
     if args.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{args.adapter}.json").write_text(_results(adapter, variants, wrong))
+        args.write.mkdir(exist_ok=True)
+        (args.write / f"{args.adapter}.json").write_text(_results(adapter, variants, wrong))
     print("".join(f"{problem}\n" for problem in problems), end="", file=sys.stderr)
     return 1 if problems else 0
 

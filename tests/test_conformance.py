@@ -1,6 +1,8 @@
 """The conformance suite: its cases, its reference and mutants, and that Treadle passes."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,7 @@ def _tokens(case: dict[str, Any]) -> int:
 def test_the_page_shows_what_the_runs_gave() -> None:
     text = page.PAGE.read_text()
     assert page.with_tables(text) == text
+    assert f"\n{len(CASES)} recorded episodes" in text and f"{len(mutants.MUTANTS)} mutants of the reference" in text
     written = json.loads((check.RESULTS / "treadle.json").read_text())
     assert list(written["variants"]) == list(treadle.VARIANTS) and not written["explanations"]
     for found in written["variants"].values():
@@ -92,3 +95,15 @@ def test_an_explanation_covers_cells_and_must_stand_in_the_code() -> None:
     assert here.stands() and not here._replace(code="something else").stands()
     assert here.covers("drift-01", "advantage grpo") and here._replace(cases=()).covers("forks-02", "advantage rloo")
     assert not here.covers("drift-01", "tokens") and not here.covers("forks-01", "advantage grpo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in page.ORDER if name != "treadle"])
+def test_another_trainer_gives_what_the_page_shows(name: str, tmp_path: Path) -> None:
+    python = Path(os.environ.get("TREADLE_PEER_VENVS", ROOT.parent / ".venv-peers")) / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"there is no {python}; `make conformance-{name}` makes it")
+    command = [python, "-W", "ignore", "-m", "conformance.check", name, "--write", tmp_path]
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    subprocess.run(command, cwd=ROOT.parent, env=environment, check=True, capture_output=True)
+    assert (tmp_path / f"{name}.json").read_text() == (check.RESULTS / f"{name}.json").read_text()
