@@ -103,7 +103,7 @@ def test_another_trainer_gives_what_the_page_shows(name: str, tmp_path: Path) ->
     python = Path(os.environ.get("TREADLE_PEER_VENVS", ROOT.parent / ".venv-peers")) / name / "bin" / "python"
     if not python.exists():
         pytest.skip(f"there is no {python}; `make conformance-{name}` makes it")
-    command = [python, "-W", "ignore", "-m", "conformance.check", name, "--write", tmp_path]
+    command = [str(python), "-W", "ignore", "-m", "conformance.check", name, "--write", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
     subprocess.run(command, cwd=ROOT.parent, env=environment, check=True, capture_output=True)
     assert (tmp_path / f"{name}.json").read_text() == (check.RESULTS / f"{name}.json").read_text()
