@@ -80,6 +80,19 @@ def test_the_step_is_found_from_which_half_of_the_attempts_pass(rate: float, len
     assert np.abs(np.array(rates.rates()) - expected)[rates.best_step(0.5) :].max() < 0.25
 
 
+def test_a_task_of_which_nothing_is_known_begins_where_half_of_the_attempts_at_others_pass() -> None:
+    starts = Starts(a_plan(starts=StartsConfig(share=1.0)), unread)
+    for index in range(0, 60, 2):
+        begins = Start(f"g{index:06d}.1", 17)
+        starts.learn([a_group(index, 0.0, 1.0, task=f"t{index}", steps=20)])
+        starts._chosen[index + 1] = begins
+        starts.learn([a_group(index + 1, 0.0, 1.0, task=f"t{index}", steps=20, begins=begins)])
+    assert TaskRates("g000000.0", 20).best_step(0.5) == 10
+    assert TaskRates("g000000.0", 20).best_step(0.5, starts._half()) in (15, 16, 17)
+    again = Starts(a_plan(), unread, state=json.loads(json.dumps(starts.state(()))))
+    assert again._half() == starts._half()
+
+
 def test_counts_of_a_step_outweigh_the_rate_common_to_all() -> None:
     rates = TaskRates("g000000.0", 12)
     for _ in range(10):
@@ -349,7 +362,7 @@ class Killing(Logged):
 def test_a_run_killed_over_and_over_has_the_same_bits(more: tuple[str, ...], tmp_path: Path) -> None:
     options = (*STARTS, "orchestration.checkpoint_every=3", *more)
     expected = start(tmp_path / "straight", *options)["weights_sha256"]
-    assert check_starts(tmp_path / "straight") > 6
+    assert check_starts(tmp_path / "straight") >= 3
 
     def go(which: int) -> None:
         with (tmp_path / "said").open("a", buffering=1) as file:

@@ -10,7 +10,8 @@ the interrupted one did. With n_k discounted attempts from step k of a solved at
 
     rate(k) = (PRIOR exp(-a (L - k)) + s_k) / (PRIOR + n_k)
 
-where a, one number per task, makes the counts most probable if every step passed with the same probability exp(-a).
+where a, one number per task, makes the counts most probable if every step passed with the same probability exp(-a). A
+task of which nothing is known begins where half of the attempts at the others pass.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from treadle.training.demonstrations import checked_demonstration, demonstrated_
 
 DISCOUNT = 0.7
 """Factor of a task's counts with each of its later groups: the policy changes."""
+COMMON_DISCOUNT = 0.98
+"""The same of the counts of all tasks together, with each group."""
 PRIOR = 4.0
 """Attempts that one rate for all steps is worth beside counts of the step itself."""
 LEAST = 0.1
@@ -73,32 +76,36 @@ class TaskRates:
         before = self.counts.setdefault(step, [0.0, 0.0])
         before[:] = [before[0] + attempts, before[1] + passed]
 
-    def rates(self) -> list[float]:
-        """Return the estimated pass rate from each step of the source; only from step 0 without one."""
+    def rates(self, half: float | None = None) -> list[float]:
+        """Return the estimated pass rate from each step of the source; only from step 0 without one.
+
+        half: steps over which half of the attempts pass at other tasks; None: unknown, half of this task's.
+        """
         length = max(self.length, 1)
-        decay = _decay({length - step: (n, s) for step, (n, s) in self.counts.items() if step < length}, length)
+        seen = {length - step: (n, s) for step, (n, s) in self.counts.items() if step < length}
+        decay = _decay(seen, length / 2 if half is None else half)
         return [
             (PRIOR * math.exp(-decay * (length - step)) + s) / (PRIOR + n)
             for step in range(length)
             for n, s in [self.counts.get(step, (0.0, 0.0))]
         ]
 
-    def best_step(self, target: float) -> int:
+    def best_step(self, target: float, half: float | None = None) -> int:
         """Return the step with the rate nearest to the target, the earliest of several; 0 if step 0 has as high a rate,
         or if there can be no start.
         """
-        rates = self.rates()
+        rates = self.rates(half)
         if not self.source or self.is_lost or rates[0] >= target:
             return 0
         return min(range(len(rates)), key=lambda step: abs(rates[step] - target))
 
 
-def _decay(counts: Mapping[int, tuple[float, float]], length: int) -> float:
+def _decay(counts: Mapping[int, Sequence[float]], half: float) -> float:
     """Return the most probable a, given steps left -> (attempts, passed), if a pass over m steps has rate exp(-a m).
 
-    One attempt from the middle that half passes keeps it finite, and stands alone before anything is known.
+    One attempt more, which half passes over `half` steps, keeps it finite, and stands alone before anything is known.
     """
-    seen = [*counts.items(), (max(length / 2, 0.5), (1.0, 0.5))]
+    seen = [*counts.items(), (max(half, 0.5), (1.0, 0.5))]
 
     def slope(a: float) -> float:
         return sum(m * ((n - s) / math.expm1(min(a * m, 700.0)) - s) for m, (n, s) in seen)
@@ -137,6 +144,7 @@ class Starts:
         self._information: dict[str, float] = {}  # of tasks with results, until these change
         self._tasks = {name: _rates(row) for name, row in state.get("tasks", {}).items()}
         self._chosen = {int(n): Start(**start) if start else None for n, start in state.get("chosen", {}).items()}
+        self._common = {int(left): list(count) for left, count in state.get("common", {}).items()}  # of all tasks
         self._drawn = {int(n): int(position) for n, position in state.get("drawn", {}).items()}
 
     @property
@@ -150,6 +158,7 @@ class Starts:
         chosen = {str(n): asdict(s) if (s := self._chosen[n]) else None for n in outstanding if n in self._chosen}
         return {
             "tasks": {name: asdict(rates) for name, rates in self._tasks.items()},
+            "common": {str(left): list(count) for left, count in self._common.items()},
             "chosen": chosen,
             "drawn": {str(n): self._drawn[n] for n in outstanding if n in self._drawn},
         }
@@ -181,7 +190,7 @@ class Starts:
         if float(task_uniforms(*address)) >= self._config.share:
             return None
         rates = self._rates_of(group.task)
-        step = rates.best_step(self._config.target)
+        step = rates.best_step(self._config.target, self._half())
         return Start(rates.source, step) if step else None
 
     def _opened(self, task: Task, start: Start) -> Prefix | None:
@@ -237,12 +246,24 @@ class Starts:
             if start is not None and any(t.start is None for t in group.trajectories):
                 rates.is_lost = True
             if same := [t for t in graded if t.start == start]:
-                rates.add(0 if start is None else start.steps, len(same), sum(map(self._has_passed, same)))
+                step, passed = 0 if start is None else start.steps, sum(map(self._has_passed, same))
+                rates.add(step, len(same), passed)
+                if rates.source:
+                    self._add_common(rates.length - step, len(same), passed)
             if self._config is not None and self._demonstrated is None:
                 for trajectory in filter(self._has_passed, graded):
                     self._offer(rates, trajectory)
             self._information.pop(group.task.task_id, None)
         self._weights = None
+
+    def _add_common(self, left: int, attempts: int, passed: int) -> None:
+        self._common = {m: [COMMON_DISCOUNT * n, COMMON_DISCOUNT * s] for m, (n, s) in self._common.items()}
+        before = self._common.get(left, [0.0, 0.0])
+        self._common[left] = [before[0] + attempts, before[1] + passed]
+
+    def _half(self) -> float | None:
+        """Return the steps over which half of the attempts at all tasks pass, as far as these show."""
+        return math.log(2) / _decay(self._common, max(self._common) / 2) if self._common else None
 
     def _has_passed(self, trajectory: Trajectory) -> bool:
         section = self._plan.evaluation
@@ -293,7 +314,7 @@ class Starts:
     def _informed(self, task_id: str) -> float:
         """Return the most informative rate among those that the task's groups may begin with; 1 if none is known."""
         if task_id not in self._information and (rates := self._tasks.get(task_id)) is not None and rates.counts:
-            of_steps = rates.rates()
+            of_steps = rates.rates()  # of its own counts alone, as they are cached
             can_start = self._config is not None and not rates.is_lost
             self._information[task_id] = max(map(informativeness, of_steps if can_start else of_steps[:1]))
         return self._information.get(task_id, 1.0)
