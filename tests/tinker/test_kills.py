@@ -133,12 +133,14 @@ async def sample(session: str, number: int, done: asyncio.Event, seen: dict[str,
 async def cut_off(work: Callable[[Retrying], Awaitable[None]], server: Server, draw: random.Random) -> None:
     """Do work by clients that are cut off at random; each goes on as a new one."""
     while True:
-        task = asyncio.ensure_future(work(Retrying(server)))
-        done, _ = await asyncio.wait({task}, timeout=draw.uniform(3, 12))
-        if done:
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task})
+        client = Retrying(server)
+        async with client.http:
+            task = asyncio.ensure_future(work(client))
+            done, _ = await asyncio.wait({task}, timeout=draw.uniform(3, 12))
+            if done:
+                return task.result()
+            task.cancel()
+            await asyncio.wait({task})
 
 
 async def storm(folder: Path, kills: int, seed: int = 0) -> Server:
@@ -162,7 +164,8 @@ async def storm(folder: Path, kills: int, seed: int = 0) -> Server:
 
 async def _storm(server: Server, base: PreTrainedModel, kills: int, draw: random.Random) -> None:
     first = Retrying(server)
-    session = (await first.post("/create_session", tags=[], user_metadata={}, sdk_version="0.38"))["session_id"]
+    async with first.http:
+        session = (await first.post("/create_session", tags=[], user_metadata={}, sdk_version="0.38"))["session_id"]
     progress, seen, ended = [0] * MODELS, dict[str, Any](), asyncio.Event()
     training = [asyncio.create_task(cut_off(partial(train, session, n, progress), server, draw)) for n in range(MODELS)]
     sampling = [
