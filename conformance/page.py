@@ -65,7 +65,9 @@ def tables() -> str:
         for family, of in families.items()
     ]
     by_aspect = [
-        f"| {aspect.replace('_', ' ')} | " + " | ".join(c.by_aspect(aspect, list(cases)) for c in columns) + " |"
+        f"| {'old log-probabilities' if aspect == 'old' else aspect.replace('_', ' ')} | "
+        + " | ".join(c.by_aspect(aspect, list(cases)) for c in columns)
+        + " |"
         for aspect in ASPECTS
     ]
     listed = [f"[{n}] {reason}." for n, reason in enumerate(reasons, 1)]

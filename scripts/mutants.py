@@ -28,6 +28,8 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("loop/starts.py", "group.epoch, group.position)", "0, 0)", "loop/test_starts.py"),
     ("algorithms/advantages.py", ".std(ddof=1)", ".std()", "algorithms/test_advantages.py"),
     ("algorithms/advantages.py", "* len(members) / (len(members) - 1)", "", "algorithms/test_advantages.py"),
+    ("algorithms/reductions.py", "unit_mean_token_mean(mask, batch.trajectory_id)",
+     "unit_mean_token_mean(mask, batch.step_id)", "test_conformance.py"),
     ("algorithms/losses.py", ".minimum(ratio.clamp(1 - eps_low,", ".minimum(ratio.clamp(1 - eps_high,",
      "algorithms/test_losses.py"),
     ("models/multimodal.py", "if name not in taken}", "}", "training/test_towers.py"),
