@@ -17,20 +17,23 @@ from tests.tinker.clients import client_python, run_client, served
 from tests.tinker.kit import TOKENIZER
 from treadle.tinker.models import Models
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cookbook")]  # the model is made once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cookbook")]  # a model is made once
 
 INSTRUCT, CHAT, BASE = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base"
 NAMES = [INSTRUCT, CHAT, BASE, "Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-35B-A3B"]
-BUILD = {"max_position_embeddings": 8192}  # rubric's grader may write 2,048 tokens
-STEPS, GIVES_UP = 2000, 0.35
+MODEL, BUILD = "models/sums", {"max_position_embeddings": 8192}  # rubric's grader may write 2,048 tokens
+GIVES_UP = 0.35
+
+
+def asked(a: int, b: int, answer: object) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(answer)}]
 
 
 def conversation(draw: random.Random, turns: int = 1, gives_up: float = 0.0) -> list[dict[str, str]]:
-    messages = []
+    messages = asked(4, 5, 9) if turns > 1 else []  # as math_rl begins
     for _ in range(turns):
         a, b = draw.randrange(101), draw.randrange(101)
-        answer = "?" if draw.random() < gives_up else str(a + b)
-        messages += [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": answer}]
+        messages += asked(a, b, "?" if draw.random() < gives_up else a + b)
     return messages
 
 
@@ -39,29 +42,34 @@ def write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    client_python("TREADLE_TINKER_VENV", ".venv-tinker")
-    place, draw = tmp_path_factory.mktemp("cookbook"), random.Random(0)
-    write(place / "sums.jsonl", ({"messages": conversation(draw, 4, GIVES_UP)} for _ in range(STEPS * 16)))
+def warm(place: Path, steps: int) -> None:
+    """Make the model, by so many supervised steps, with links to it; 2,000 steps learn to add."""
+    write(place / "sums.jsonl", ({"messages": conversation(random.Random(n), 3, GIVES_UP)} for n in range(steps * 16)))
     tokenizer = place / "tokenizer"
     tokenizer.mkdir()
     for file in TOKENIZER.iterdir():  # renderers of Qwen3.5 need these two to be a token each
         text = file.read_text().replace('"<search>"', '"<think>"').replace('"</search>"', '"</think>"')
         (tokenizer / file.name).write_text(text)
-    model = place / "models/sums"
     settings = {
-        "warm_start.demonstrations": place / "sums.jsonl", "warm_start.options": "{}", "warm_start.steps": STEPS,
+        "warm_start.demonstrations": place / "sums.jsonl", "warm_start.options": "{}", "warm_start.steps": steps,
         "model.tokenizer": tokenizer, **{f"model.build.{name}": value for name, value in BUILD.items()},
     }  # fmt: skip
-    done = treadle("sft", "arithmetic", "--out", model, *(f"{key}={value}" for key, value in settings.items()))
+    done = treadle("sft", "arithmetic", "--out", place / MODEL, *(f"{key}={value}" for key, value in settings.items()))
     assert done.status == 0, done.err
     for name in NAMES:
         (place / name).parent.mkdir(exist_ok=True)
-        (place / name).symlink_to(model)
-    questions = [conversation(draw) for _ in range(640)]
+        (place / name).symlink_to(place / MODEL)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For recipes that need not learn much."""
+    client_python("TREADLE_TINKER_VENV", ".venv-tinker")
+    place = tmp_path_factory.mktemp("cookbook")
+    warm(place, 200)
+    questions = [conversation(random.Random(n)) for n in range(1280)]
     write(place / "HuggingFaceH4/no_robots/train.jsonl", ({"messages": each} for each in questions))
-    write(place / "HuggingFaceH4/no_robots/test.jsonl", ({"messages": each} for each in questions[:64]))
+    write(place / "HuggingFaceH4/no_robots/test.jsonl", ({"messages": each} for each in questions[:128]))
     write(place / "zwhe99/DeepMath-103K/train.jsonl", ({"question": each[0]["content"]} for each in questions))
     names = {"user": "human", "assistant": "gpt"}
     parts = ([{"from": names[m["role"]], "value": m["content"]} for m in each] for each in questions)
@@ -72,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def run_recipes(place: Path, folder: Path, *commands: tuple[str, str]) -> list[list[dict[str, Any]]]:
     """Run recipes against one server, which records into `folder`; return the metrics of each."""
-    python, model = client_python("TREADLE_TINKER_VENV", ".venv-tinker"), place / "models/sums"
+    python, model = client_python("TREADLE_TINKER_VENV", ".venv-tinker"), place / MODEL
     found = []
     async with served(Models.open(model), folder / "run", model, NAMES) as env:
         for number, (module, words) in enumerate(commands):
@@ -94,9 +102,11 @@ REWARD = "env/all/reward/total"
 MATH = f"model_name={INSTRUCT} group_size=4 groups_per_batch=100 learning_rate=1e-3 max_steps=25 eval_every=0"
 
 
-async def test_math_rl_learns_on_three_seeds(place: Path, tmp_path: Path) -> None:
+async def test_math_rl_learns_on_three_seeds(tmp_path: Path) -> None:
     """Seeds follow from the session, and each run has one of its own."""
-    runs = await run_recipes(place, tmp_path, *[("math_rl.train", MATH)] * 3)
+    client_python("TREADLE_TINKER_VENV", ".venv-tinker")
+    warm(tmp_path, 2000)
+    runs = await run_recipes(tmp_path, tmp_path, *[("math_rl.train", MATH)] * 3)
     for rows in runs:
         rewards = of(rows, REWARD)
         assert len(rewards) == 25 and rewards[0] < 0.75 and sum(rewards[-3:]) / 3 >= 0.9, rewards
@@ -116,7 +126,7 @@ RECIPES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], bool]]] = {
         lambda rows: len(of(rows, REWARD)) == 2,
     ),
     "sl_basic": (
-        f"model_name={INSTRUCT} dataset_builder.common_config.batch_size=64",
+        f"model_name={INSTRUCT}",
         lambda rows: of(rows, "test/nll")[-1] < 0.9 * of(rows, "test/nll")[0],
     ),
     "rubric.train": ("groups_per_batch=10 max_steps=2 eval_every=0", lambda rows: len(of(rows, REWARD)) == 2),
