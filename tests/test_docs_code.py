@@ -124,6 +124,7 @@ PLAYS: dict[str, Plays] = {
     "agents.md train_shop.py": Plays("agent solve", "436 tasks", "64 tasks"),
     "agents.md treadle.train(solve, tasks, ...)": Plays("agent solve", "10 tasks"),
     "agents.md treadle.train(Greeter, tasks, ...)": Plays("driver Greeter", "10 tasks"),
+    "algorithms.md forked.yaml": Plays(*DEMO),
     "algorithms.md rloo.yaml": Plays(*DEMO),
     "algorithms.md squared.yaml": Plays(*DEMO),
     "algorithms.md median.yaml": Plays(*DEMO),
