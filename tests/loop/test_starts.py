@@ -23,7 +23,10 @@ from treadle.envs.base import EnvStep
 from treadle.loop.config import LoopPlan
 from treadle.loop.starts import PRIOR, Starts, TaskRates, informativeness
 from treadle.loop.task_queue import TaskOrder
+from treadle.rollout.attempt import Players
 from treadle.rollout.config import StartsConfig
+from treadle.rollout.drivers.driver import load_driver
+from treadle.rollout.other_models import PolicyCopy
 
 REPLIES = 4
 
@@ -308,6 +311,14 @@ def test_a_player_that_cannot_be_replayed_is_refused_by_name(tmp_path: Path) -> 
     message = r"rollout.starts is set, but environment 'tests.loop.test_starts:Fixed' cannot be replayed"
     with pytest.raises(ConfigError, match=message):
         start(tmp_path / "run", *STARTS, "environment=tests.loop.test_starts:Fixed")
+
+
+def test_harbors_tasks_and_self_play_have_no_starts() -> None:
+    harbor = Players(drivers={"harbor": load_driver("harbor")})
+    assert not harbor.may_start(Task("t", driver="harbor"))
+    alone, duel = (Players({"e": Walk}, models=models) for models in ({}, {"rival": PolicyCopy}))
+    task = Task("t", environment="e")
+    assert alone.may_start(task) and not duel.may_start(task)
 
 
 def solved(task: Task) -> list[Message]:
