@@ -102,11 +102,17 @@ REWARD = "env/all/reward/total"
 MATH = f"model_name={INSTRUCT} group_size=4 groups_per_batch=100 learning_rate=1e-3 max_steps=25 eval_every=0"
 
 
-async def test_math_rl_learns_on_three_seeds(tmp_path: Path) -> None:
-    """Seeds follow from the session, and each run has one of its own."""
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    """For recipes whose model can add."""
     client_python("TREADLE_TINKER_VENV", ".venv-tinker")
     warm(tmp_path, 2000)
-    runs = await run_recipes(tmp_path, tmp_path, *[("math_rl.train", MATH)] * 3)
+    return tmp_path
+
+
+async def test_math_rl_learns_on_three_seeds(sums: Path, tmp_path: Path) -> None:
+    """Seeds follow from the session, and each run has one of its own."""
+    runs = await run_recipes(sums, tmp_path, *[("math_rl.train", MATH)] * 3)
     for rows in runs:
         rewards = of(rows, REWARD)
         assert len(rewards) == 25 and rewards[0] < 0.75 and sum(rewards[-3:]) / 3 >= 0.9, rewards
