@@ -128,7 +128,6 @@ PLAYS: dict[str, Plays] = {
     "algorithms.md rloo.yaml": Plays(*DEMO),
     "algorithms.md squared.yaml": Plays(*DEMO),
     "algorithms.md median.yaml": Plays(*DEMO),
-    "algorithms.md forked.yaml": Plays(*DEMO),
     "async.md yaml 1": Plays(*DEMO, over="demo"),
     "data.md python 1": Plays("environment reward", "train.parquet"),
     "data.md recipe.yaml": Plays("reward my_rewards:reward", "train.parquet", "test.parquet"),
