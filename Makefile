@@ -200,7 +200,7 @@ $(TINKER_OLD_VENV)/.installed: scripts/environment.sh $(LOCKS)/tinker-old.txt | 
 	@scripts/environment.sh $(UV) $(PYTHON) $(TINKER_OLD_VENV) $(LOCKS)/tinker-old.txt
 	@touch $@
 
-# Of pip's index: a build for CUDA where there is no other (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has one).
+# Of pip's index, where that may be a build for CUDA: PIP_EXTRA_INDEX_URL can name an index with builds for CPUs.
 $(PEER_VENVS)/torch/.installed: scripts/environment.sh constraints.txt $(LOCKS)/conformance/torch.txt | tools-env
 	@scripts/environment.sh $(UV) "" $(@D) $(LOCKS)/conformance/torch.txt --constraint constraints.txt torch
 	@touch $@
