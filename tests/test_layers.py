@@ -34,7 +34,7 @@ TOP_DOWN = (
     *("rendering", "data", "envs", "retrieval", "workers", "core"),
 )  # nobody imports recipes: they are data, and scripts that built it
 LIGHT = ("core", "workers", "envs", "rendering", "rollout")
-HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")
+HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib", "PIL")
 
 
 def module_name(path: Path) -> str:

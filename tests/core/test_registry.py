@@ -136,7 +136,7 @@ LOCK = ROOT / "locks" / "treadle.txt"
         *(("huggingface_hub.errors", "train"), ("fastapi", "view"), ("starlette", "view")),
         *(("uvicorn", "view"), ("openai", "train"), ("httpx", "train"), ("tensorboard", "tensorboard")),
         *(("wandb", "wandb"), ("gguf", "train"), ("bm25s", "search"), ("faiss", "dense")),
-        *(("accelerate", "train"), ("datasets", "datasets")),
+        *(("accelerate", "train"), ("datasets", "datasets"), ("PIL.Image", "images")),
         ("pydantic", None),  # always there
         ("pytest", None),  # a contributor's
         ("no_such_package", None),
@@ -177,6 +177,7 @@ EXTRAS = {
     "cli/retrieve.py": "search",
     "cli/serve.py": "view",
     "cli/show.py": "train",
+    "core/images.py": "images",
     "data": "train",
     "data/table.py": "datasets",
     "engines": "train",
@@ -210,7 +211,7 @@ ELSEWHERE = (
     "recipes/agents/with_anthropic.py",
     "recipes/build_tokenizer.py",
 )
-DISTRIBUTIONS = {"yaml": "pyyaml", "faiss": "faiss-cpu", "google": "protobuf"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "faiss": "faiss-cpu", "google": "protobuf", "PIL": "pillow"}
 # What is part of another package's interface -> that package
 PART_OF = {"starlette": "fastapi", "pydantic-core": "pydantic", "h11": "uvicorn", "omegaconf": "skyrl-gym"}
 USED_IF_INSTALLED = {("rollout/agents", "anthropic")}  # by users of that client

@@ -26,6 +26,7 @@ _BRINGS = {  # import name -> distribution in an extra that provides it
     "starlette": "fastapi",
     "huggingface_hub": "transformers",
     "faiss": "faiss-cpu",
+    "PIL": "pillow",
     "google": "protobuf",
     "skyrl_gym": "skyrl-gym",
     "omegaconf": "skyrl-gym",
