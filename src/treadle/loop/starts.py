@@ -32,8 +32,6 @@ from treadle.core.outcomes import leave_out
 from treadle.core.registry import resolve
 from treadle.core.types import DropReason, Group, SamplingParams, Start, Step, StopReason, Task, Trajectory
 from treadle.loop.config import LoopPlan
-from treadle.record.recorded import RecordedTrajectory
-from treadle.record.trajectory_files import read_files
 from treadle.rendering.chat import ChatRenderer
 from treadle.report.metrics import is_success
 from treadle.rollout.replay import Prefix
@@ -345,6 +343,9 @@ def load_demonstrated(source: str, renderer: ChatRenderer) -> Demonstrated | Non
     if source == "own":
         return None
     if Path(source).suffix in (".jsonl", ".json", ".parquet"):
+        from treadle.record.recorded import RecordedTrajectory  # pyarrow
+        from treadle.record.trajectory_files import read_files
+
         by_task: dict[str, tuple[str, Sequence[Step]]] = {}
         for row in read_files(Path(source)):
             if row.reward is not None and row.reward <= 0:
