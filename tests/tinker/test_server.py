@@ -185,6 +185,31 @@ def test_a_killed_server_makes_every_step_once(tmp_path: Path, base: PreTrainedM
     _lost_nothing(base, tmp_path / "whole", tmp_path / "cut", history)
 
 
+async def test_a_server_killed_after_it_saved_and_before_it_said_so_saves_again(
+    tmp_path: Path, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path, base, save=False) as client:
+        model = await client.create(await client.session())
+        with monkeypatch.context() as killed:
+            killed.setattr(client.service, "_finish", lambda *_, **__: None)
+            await client.post("/save_weights", model_id=model, seq_id=1, path="a")
+            while not client.service._lines[model].done:
+                await asyncio.sleep(0.005)
+    async with served(tmp_path, base) as client:
+        saved = await client.done({"request_id": f"{model}:1"})
+        assert saved["path"] == f"tinker://{model}/weights/a"
+
+
+async def test_unloading_a_model_fails_what_it_has_not_done(tmp_path: Path, base: PreTrainedModel) -> None:
+    async with served(tmp_path, base) as client:
+        model = await client.create(await client.session())
+        future = await client.post("/optim_step", model_id=model, seq_id=2, adam_params=STEP)  # waits for the first
+        assert (await client.done(await client.post("/unload_model", model_id=model)))["model_id"] == model
+        assert "was unloaded before" in await client.failed(future)
+        status, message = await client.refused("/optim_step", model_id=model, seq_id=3)
+        assert (status, "was unloaded" in message) == (400, True)
+
+
 @pytest.mark.slow
 def test_a_server_killed_anywhere_loses_nothing_and_does_nothing_twice(tmp_path: Path, base: PreTrainedModel) -> None:
     """Without hypothesis, which changes the recursion limit under the learner's thread."""

@@ -203,10 +203,12 @@ class Journal:
         sequences: Sequence[tuple[Ids, Ids]] = (),
         datums: Iterable[tuple[int, int, Sequence[str]]] = (),
         step: Row | None = None,
+        checkpoint: Row | None = None,
     ) -> None:
         """Note a result, with what was sampled (prompt, tokens), trained, or an optimizer step.
 
         datums: tokens, targets that count, and names of sequences. step: metrics of an optimizer step.
+        checkpoint: the row of a saved one, which replaces that of its path.
         """
         with self._writing() as db:
             db.execute(
@@ -225,6 +227,12 @@ class Journal:
                 for n, (tokens, targets, names) in enumerate(datums)
             ])  # fmt: skip
 
+            if checkpoint is not None:
+                db.execute(
+                    "INSERT OR REPLACE INTO checkpoints VALUES"
+                    " (:path, :model, :kind, :name, :created, :expires, :size, :facts, :listed, :version)",
+                    checkpoint,
+                )
             if step is not None:
                 db.execute("INSERT INTO steps VALUES (?, ?, ?)", (request.owner, request.seq, json.dumps(step)))
 
@@ -250,15 +258,6 @@ class Journal:
         with self._writing() as db:
             db.execute("UPDATE models SET state = ? WHERE model = ?", (seq, model))
             db.execute("UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND state <> 'open'", (model, seq))
-
-    def add_checkpoint(self, row: Row) -> None:
-        """Note a checkpoint, replacing one of its path."""
-        with self._writing() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO checkpoints VALUES"
-                " (:path, :model, :kind, :name, :created, :expires, :size, :facts, :listed, :version)",
-                row,
-            )
 
     def steps(self, model: str) -> int:
         """Return how many optimizer steps a model has made."""

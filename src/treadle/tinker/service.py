@@ -79,7 +79,7 @@ class _Line:
     """Requests of one model.
 
     waiting: heap of those that wait for their turn, by number. spent: seconds of computing since the saved state. seen:
-    when a client last gave a sign. changed: whether a request in progress may have changed the model.
+    when a client last gave a sign. current: the request in progress, which may have changed the model.
     """
 
     done: int
@@ -89,7 +89,7 @@ class _Line:
     trained: TrainedModel | None = None
     spent: float = 0.0
     seen: float = field(default_factory=time.monotonic)
-    changed: bool = False
+    current: Request | None = None
 
 
 class Service:
@@ -141,7 +141,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
         for model, line in self._lines.items():
-            if save and not line.changed:
+            if save and line.current is None:
                 await self._save_state(model, line)
         self._learner.shutdown()
         self._forget()
@@ -343,7 +343,7 @@ class Service:
     async def _work(self, model: str, line: _Line) -> None:
         """Execute a model's requests in order, until its clients have been silent for long."""
         while (request := await self._next(model, line)) is not None:
-            began, line.changed = time.monotonic(), True
+            began, line.current = time.monotonic(), request
             try:
                 line.trained = line.trained or await self._restored(model)
                 finished, noted = await self._train(request, line)
@@ -359,7 +359,7 @@ class Service:
                 if self._recorder is not None and "step" in noted:
                     self._recorder.step(noted["step"])
             line.spent += time.monotonic() - began
-            line.done, line.seen, line.changed = max(line.done, request.seq), time.monotonic(), False
+            line.done, line.seen, line.current = max(line.done, request.seq), time.monotonic(), None
             if line.spent >= self.limits.replay:
                 await self._save_state(model, line)
         del self._lines[model]
@@ -412,9 +412,9 @@ class Service:
                 metrics = await self._learn(lambda: trained.optim_step(params))
                 return _json({"metrics": metrics}), {"step": self._step(request.owner, params.learning_rate, metrics)}
             case "save_weights":
-                return _json(await self._save(request, body.read(body.SaveWeights, request.body), trained)), {}
+                return await self._save(request, body.read(body.SaveWeights, request.body), trained)
             case "save_for_sampler":
-                return _json(await self._save(request, body.read(body.SaveForSampler, request.body), trained)), {}
+                return await self._save(request, body.read(body.SaveForSampler, request.body), trained)
         raise Refused(400, f"unknown kind of request {request.kind!r}")
 
     async def _learn(self, call: Callable[[], T]) -> T:
@@ -473,8 +473,11 @@ class Service:
 
     async def _save(
         self, request: Request, asked: body.SaveWeights | body.SaveForSampler, trained: TrainedModel
-    ) -> Mapping[str, Any]:
-        """Save a checkpoint by its client's name, or weights for a new sampling session."""
+    ) -> tuple[Finished, dict[str, Any]]:
+        """Save a checkpoint by its client's name, or weights for a new sampling session.
+
+        The journal notes it together with the result: a request that is executed again must not find its own.
+        """
         kind, facts = _KINDS[request.kind], dict(asked.user_metadata or {})
         sampler, name = None, asked.path
         if isinstance(asked, body.SaveForSampler) and name is None:
@@ -496,16 +499,17 @@ class Service:
         now = time.time()
         expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
         size = sum(file.stat().st_size for file in directory.iterdir())
-        self.journal.add_checkpoint({
+        checkpoint = {
             "path": path, "model": request.owner, "kind": kind, "name": name, "created": now, "expires": expires,
             "size": size, "facts": json.dumps(facts), "listed": sampler is None,
             "version": self.journal.steps(request.owner),
-        })  # fmt: skip
+        }  # fmt: skip
         if sampler is not None:
             self.journal.add_sampler(sampler, self.model(request.owner)["session"], path)
             self._drop_old_sessions(request.owner)
         answer = {"path": path} if sampler is None else {"sampling_session_id": sampler}
-        return {**answer, "type": "save_weights" if kind == "weights" else "save_weights_for_sampler"}
+        answer["type"] = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+        return _json(answer), {"checkpoint": checkpoint}
 
     def folder(self, path: str) -> Path:
         """Return the directory of a checkpoint: `tinker://s0:train:1/weights/a` is in `weights/s0-train-1/a`."""
@@ -513,13 +517,13 @@ class Service:
         return self.directory / kind / model.replace(":", "-") / name
 
     def _drop_old_sessions(self, model: str) -> None:
-        """Delete the oldest weights without a name, except those in use."""
+        """Make room for new weights without a name: delete the oldest, except those in use."""
         rows = self.journal.rows(
             "SELECT path, sampler FROM checkpoints JOIN samplers USING (path)"
             " WHERE model = ? AND NOT listed ORDER BY checkpoints.created DESC",
             model,
         )
-        for row in rows[KEPT_SESSIONS:]:
+        for row in rows[KEPT_SESSIONS - 1 :]:
             if not any(request.startswith(f"{row['sampler']}:") for request in self._sampling):
                 self.delete(row["path"])
 
@@ -545,7 +549,7 @@ class Service:
         return {**self.metrics, "sampling": len(self._sampling), "waiting": waiting, **memory}
 
     def _step(self, model: str, learning_rate: float, metrics: Mapping[str, float]) -> Row:
-        """Return a line of metrics. Number of the step, and what it trained since the one before."""
+        """Return the metrics of a model's next optimizer step, with counts of what it trained."""
         facts = {"kind": "optim_step", "model": model, "step": self.journal.steps(model) + 1}
         return {**facts, **self.journal.pending(model), "learning_rate": learning_rate, **metrics}
 
@@ -568,18 +572,17 @@ class Service:
     def _state(self, model: str, seq: int) -> Path:
         return self.directory / "states" / model.replace(":", "-") / str(seq)
 
-    async def _save_state(self, model: str, line: _Line) -> bool:
-        """Save a model's state, unless gradients wait for their optimizer step; return whether it is saved."""
+    async def _save_state(self, model: str, line: _Line) -> None:
+        """Save a model's state, unless gradients wait for their optimizer step."""
         trained = line.trained
         if trained is None or trained.has_gradients:
-            return False
+            return
         state, before = self._state(model, line.done), self._state(model, self.model(model)["state"])
         await self._learn(lambda: trained.save(state, optimizer=True))
         self.journal.saved(model, line.done)
         if before != state:
             shutil.rmtree(before, ignore_errors=True)
         line.spent = 0.0
-        return True
 
     async def unload(self, model: str) -> str:
         """Give up a model for good; its checkpoints stay. Return the id of the result. Raises Refused."""
@@ -591,8 +594,8 @@ class Service:
         line = self._lines.pop(model, None)
         if line is not None and line.task is not None:
             line.task.cancel()
-            for _, _, waiting in line.waiting:
-                self._fail(waiting, f"model {model!r} was unloaded before this request")
+            for each in filter(None, (line.current, *(waiting for _, _, waiting in line.waiting))):
+                self._fail(each, f"model {model!r} was unloaded before this request was done")
         with suppress(KeyError):
             self.models.unload(model)
         shutil.rmtree(self._state(model, 0).parent, ignore_errors=True)
