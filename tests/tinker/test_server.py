@@ -89,6 +89,8 @@ async def test_requests_are_executed_in_the_order_of_their_numbers(tmp_path: Pat
         model = await client.create(await client.session())
         step = await client.post("/optim_step", model_id=model, seq_id=3, adam_params=STEP)
         later = await client.forward_backward(model, 2, DATA[3:], LOSS)
+        for _ in range(20):  # turns of the event loop, in which they could begin
+            await asyncio.sleep(0)
         assert client.service.counts()["waiting"] == 2
         first = await client.forward_backward(model, 1, DATA[:3], LOSS)
         for future in (first, later, step):
