@@ -60,6 +60,14 @@ class Study:
 _RANKS = ("placement.learner.ranks=2",)
 _RAY = ("placement.kind=ray", *_RANKS, "placement.engines.count=2", "placement.rollout.workers=2")
 _SAMPLED_TOKENS = ("algorithm.distillation.form=advantage", "training.optimizer.decay_from=0.5")
+_STARTS: Mapping[str, tuple[str, ...]] = {
+    "starts": ("rollout.starts={source: own, share: 0.5, target: 0.5}",),
+    "from the beginning": (),
+}
+_COME_BACK = (  # few enough tasks for several epochs: a start needs a recorded attempt
+    *("data.train.options.count=480", "data.shuffle=true", "data.held_out.options.count=512"),
+    *("evaluation.every=5", "evaluation.greedy_too=false", "training.threads=1"),
+)
 _LONGER_DEMO = (
     *("evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1"),
     *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.learning_rate=3e-3"),
@@ -165,6 +173,18 @@ STUDIES: Mapping[str, Study] = {
         {"structured output": (), "any text": ("data.train.options.structured=false",)},
         common=("training.threads=1",),
     ),
+    "quest-small": Study(
+        "quest-small",
+        {
+            "starts from solutions": (),
+            "starts from own attempts": ("rollout.starts.source=own",),
+            "forks": ("rollout.starts=null", "rollout.forks={width: 2}", "algorithm.advantage=forks"),
+            "from the beginning": ("rollout.starts=null",),
+        },
+        common=("evaluation.every=10", "orchestration.updates=60", "training.threads=1"),
+    ),
+    "notes-starts": Study("notes-small", _STARTS, common=(*_COME_BACK, "orchestration.updates=120")),
+    "search-starts": Study("search-small", _STARTS, common=_COME_BACK),
     # runs that differ in nothing but rounding
     "notes-rounding": Study(
         "notes-small",
