@@ -1,6 +1,8 @@
-"""Images from outside as RGB pixels, or a refusal that says why.
+"""Images from outside as RGB pixels, or a refusal that says why; and images in prompts.
 
     PIL image | bytes | Path | data URL --read_image(limits)--> Picture: bytes, SHA-256, pixels uint8[H, W, 3]
+    Picture --rendering--> PromptImage: where its placeholders are in a prompt
+    prompt ids --ImageIds.put--> the same ids, but every placeholder with one of its own
 
 Everything that sees a picture is given these pixels, so that loaders that differ cannot disagree. Orientation and
 transparency as of transformers 5.24 and vLLM's ImageMediaIO:
@@ -19,12 +21,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
 import re
 import struct
 import zlib
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +43,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.uint8]
+
+PLACE = "\ufffc"
+"""Object replacement character: the place of an image in the content of a message (`Message.images`)."""
+OWN = 2**30
+"""First id that stands for a placeholder of a certain image (`ImageIds`), above any vocabulary."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Others lose precision silently in `convert`: 16-bit gray is clipped at 255.
@@ -75,6 +85,112 @@ class Picture:
     sha256: str
     media_type: str
     pixels: Pixels
+
+    @property
+    def url(self) -> str:
+        """The file as a data URL."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt.
+
+    sha256: of the image's file. processed: SHA-256 of what the model's image processor makes of it. settings: SHA-256
+    of that processor's settings. placeholder: id of the tokens whose hidden states its features replace, tokens of them
+    among the prompt's ids [start, start + length). grid: (frames, rows, columns) of these, if the model's positions
+    have three axes; () otherwise. url: its file as a data URL.
+    """
+
+    sha256: str
+    processed: str
+    settings: str
+    placeholder: int
+    tokens: int
+    start: int
+    length: int
+    grid: tuple[int, ...]
+    url: str = field(repr=False, compare=False)
+
+    def places(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return the positions of its placeholders in the prompt's ids, int64[tokens]. Raises DataError."""
+        inside = self.start + np.flatnonzero(ids[self.start : self.start + self.length] == self.placeholder)
+        if len(inside) != self.tokens:
+            raise DataError(
+                f"the image {self.sha256[:12]} has {self.tokens} placeholders, and {len(inside)} of its ids "
+                f"[{self.start}, {self.start + self.length}) are {self.placeholder}"
+            )
+        return inside
+
+
+class ImageIds:
+    """Gives each placeholder of each image an id of its own, from `OWN` on: equal ids then show equal pictures.
+
+    Prefix trees and caches, which compare ids, thereby never share a token over different pictures. The ids are only
+    used inside one object that computes; what is recorded has the placeholder's.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}  # hash of a processed image -> id of its first placeholder
+        self._starts: list[int] = []
+        self._images: list[PromptImage] = []
+        self._next = OWN
+
+    def put(self, ids: NDArray[np.int32], images: Sequence[PromptImage]) -> NDArray[np.int32]:
+        """Return a copy of ids int32[T] with placeholders replaced; without images, `ids` itself."""
+        if not images:
+            return ids
+        made = ids.copy()
+        for image in images:
+            first = self._first.get(image.processed)
+            if first is None:
+                first = self._first[image.processed] = self._next
+                self._starts.append(first)
+                self._images.append(image)
+                self._next += image.tokens
+                if self._next >= 2**31:
+                    raise DataError(f"more than {2**30} placeholders of different images")
+            made[image.places(ids)] = np.arange(first, first + image.tokens)
+        return made
+
+    def image(self, ident: int) -> tuple[PromptImage, int]:
+        """Return the image of an id >= `OWN`, and the number of its placeholder."""
+        number = bisect_right(self._starts, ident) - 1
+        return self._images[number], ident - self._starts[number]
+
+    def among(self, ids: NDArray[np.int32]) -> list[tuple[PromptImage, int]]:
+        """Return the images that have placeholders in ids int32[T], each once in order of its number, with its first
+        id.
+        """
+        numbers = np.unique(np.searchsorted(self._starts, ids[ids >= OWN], "right")) - 1
+        return [(self._images[number], self._starts[number]) for number in numbers.tolist()]
+
+
+def axes(length: int, images: Sequence[PromptImage]) -> NDArray[np.int64] | None:
+    """Return the positions of a sequence's tokens on three axes (time, row, column), int64[3, T]; None if the model's
+    positions have one.
+
+    Multimodal rotary positions of Qwen2-VL (Wang et al., 2024, section 2.1): a text token has its position on all axes;
+    the placeholders of an image of r rows and c columns have (p, p + row, p + column), with p the position that follows
+    the text before; the text after goes on at p + max(r, c). Placeholders of such an image are adjacent.
+    """
+    if not any(image.grid for image in images):
+        return None
+    parts, at, position = [], 0, 0
+    for image in images:
+        text = image.start - at
+        parts.append(np.broadcast_to(position + np.arange(text), (3, text)))
+        position += text
+        parts.append(position + np.indices(image.grid).reshape(3, -1))
+        at, position = image.start + image.length, position + max(image.grid)
+    parts.append(np.broadcast_to(position + np.arange(length - at), (3, length - at)))
+    return np.concatenate(parts, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def picture_of(url: str) -> Picture:
+    """Read a data URL that was checked before (`as_messages`), whatever its size."""
+    return read_image(url, ImageLimits(2**40, 2**40))
 
 
 def read_image(source: object, limits: ImageLimits | None = None, where: str = "image") -> Picture:

@@ -13,6 +13,7 @@ The end-of-turn token that Treadle then appends for the model belongs to the *ne
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pickle
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
+from treadle.core.images import PLACE, ImageLimits, Picture, PromptImage, read_image
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.support import Probabilities, Support
@@ -58,6 +60,8 @@ class Message(TypedDict):
     """One chat message; `role` is system, user, assistant or tool.
 
     reasoning_content, tool_calls: only in assistant messages. tool_call_id: id of the call that a tool message answers.
+    images: data URLs of its images, whose places are the characters `core.images.PLACE` of `content`; never in
+    assistant messages. `as_messages` makes them of parts: `{"type": "image", "image": pillow_image}`.
     """
 
     role: str
@@ -66,6 +70,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
+    images: NotRequired[list[str]]
 
 
 PLAYERS = ("environment", "agent", "driver")
@@ -352,6 +357,7 @@ class Step:
                     `algorithm.centered_scores`
     answer          the environment's answer, and a snapshot of its state after it, as JSON; "" unless `rollout.starts`
                     or `rollout.forks` restores such environments
+    images          the images of the prompt, in order of their places
     chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
                     ids; the arrays are then empty
 
@@ -382,6 +388,7 @@ class Step:
     support: Support | None = None
     probabilities: Probabilities | None = None
     answer: str = ""
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -398,6 +405,8 @@ class Step:
         for name in ("logprobs", "policy_versions", "mask"):
             if len(getattr(self, name)) != length:
                 raise DataError(f"Step.{name} has {len(getattr(self, name))} entries for {length} completion tokens")
+        for image in self.images:
+            image.places(self.prompt_ids)
         if self.support is not None:
             if len(self.support) != length:
                 raise DataError(f"Step.support is of {len(self.support)} tokens, the completion has {length}")
@@ -550,11 +559,18 @@ def role_of(trajectory_id: str) -> str:
     return role if attempt.isdecimal() else ""
 
 
-def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message, ...]:
-    """Check and copy chat messages from outside. where: prefix of errors. Raises DataError."""
+def as_messages(
+    value: Sequence[Mapping[str, Any]], where: str, limits: ImageLimits | None = None
+) -> tuple[Message, ...]:
+    """Check and copy chat messages from outside. where: prefix of errors. limits: of images.
+
+    Content may be a list of parts: texts `{"type": "text", "text": ...}`, and images `{"type": "image", "image": ...}`
+    (a Pillow image, the bytes of a file, a `Path` or a data URL) or `{"type": "image_url", "image_url": {"url": ...}}`.
+    Raises DataError, also for an image that cannot be read.
+    """
     if isinstance(value, str | Mapping):
         raise DataError(f"{where} must be a list of messages, got {type(value).__name__}")
-    messages = tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
+    messages = tuple(_as_message(message, f"{where}: message {number}", limits) for number, message in enumerate(value))
     for number, message in enumerate(messages):
         if problem := json_problem(message):
             raise DataError(f"{where}: message {number}: {problem}")
@@ -564,36 +580,77 @@ def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message
 _OPTIONAL = ("reasoning_content", "tool_call_id", "name")
 
 
-def _as_message(value: Any, where: str) -> Message:
+def _as_message(value: Any, where: str, limits: ImageLimits | None) -> Message:
     role = value.get("role") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or role is None or ("content" not in value and role != "assistant"):
-        raise DataError(f"{where} needs 'role' and 'content', got {value!r}")
-    content = _as_text(value.get("content"), role)
+        raise DataError(f"{where} needs 'role' and 'content', got {value!r:.500}")
+    content, images = _as_content(value.get("content"), role, where, limits)
     if not isinstance(value["role"], str) or content is None:
-        raise DataError(f"{where} needs string role and content, got {value!r}")
+        raise DataError(f"{where} needs string role and content, got {value!r:.500}")
     message = Message(role=value["role"], content=content)
-    if unknown := sorted(map(str, value.keys() - {"role", "content", "tool_calls", *_OPTIONAL})):
+    known = {"role", "content", "tool_calls", "images", *_OPTIONAL}
+    if unknown := sorted(map(str, value.keys() - known)):
         raise DataError(f"{where} has unknown keys {unknown}; known: role, content, tool_calls, {', '.join(_OPTIONAL)}")
     for key in _OPTIONAL:
         if value.get(key) is not None:
             if not isinstance(value[key], str):
-                raise DataError(f"{where}: {key} must be a string, got {value[key]!r}")
+                raise DataError(f"{where}: {key} must be a string, got {value[key]!r:.500}")
             message[key] = value[key]  # type: ignore[literal-required]
     if value.get("tool_calls"):
         message["tool_calls"] = [_as_tool_call(call, where) for call in value["tool_calls"]]
+    images += [
+        _as_image(image, f"{where}: image {number}", limits) for number, image in enumerate(value.get("images") or ())
+    ]
+    if images:
+        if role == "assistant":
+            raise DataError(f"{where}: images cannot be in an assistant's message; a model here samples text")
+        if content.count(PLACE) != len(images):
+            raise DataError(
+                f"{where} has {len(images)} images and {content.count(PLACE)} places for them (the character U+FFFC of "
+                "its content); give images as parts of the content, and leave that character out of texts beside them"
+            )
+        message["images"] = images
     return message
 
 
-def _as_text(content: Any, role: Any) -> str | None:
-    """Return content as text: text itself, or a list of text parts; "" for an assistant without any; else None."""
+def _as_content(content: Any, role: Any, where: str, limits: ImageLimits | None) -> tuple[str | None, list[str]]:
+    """Return content as text, with `PLACE` for each image of its parts, and these as data URLs.
+
+    Text is "" for an assistant without any, None for content of another kind.
+    """
     if content is None:
-        return "" if role == "assistant" else None
+        return ("" if role == "assistant" else None), []
     if not isinstance(content, list | tuple):
-        return content if isinstance(content, str) else None
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    return ("" if role == "assistant" else "\n").join(map(str, texts))
+        return (content if isinstance(content, str) else None), []
+    texts: list[str] = []
+    images: list[str] = []
+    joint = "" if role == "assistant" else "\n"
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            if texts and texts[-1] != PLACE:
+                texts.append(joint)
+            texts.append(part["text"])
+        elif kind in ("image", "image_url"):
+            inner = part.get(kind)
+            source = inner.get("url") if isinstance(inner, Mapping) else inner
+            images.append(_as_image(source, f"{where}: image {len(images)}", limits))
+            texts.append(PLACE)
+        else:
+            return None, []
+    return "".join(texts), images
+
+
+def _as_image(source: Any, where: str, limits: ImageLimits | None) -> str:
+    try:
+        return (_checked(source, limits) if isinstance(source, str) else read_image(source, limits)).url
+    except DataError as error:
+        raise DataError(f"{where}{str(error).removeprefix('image')}") from error
+
+
+@functools.lru_cache(maxsize=64)  # a conversation is checked at each of its turns
+def _checked(url: str, limits: ImageLimits | None) -> Picture:
+    return read_image(url, limits)
 
 
 def arguments_text(arguments: Any) -> str:

@@ -1,0 +1,226 @@
+"""Images for a model: its family's own image processor, and its tower.
+
+    data URL --ImageProcessor.prepared--> Prepared: the placeholders' text, and arrays for the tower
+    Prepared --Tower.features--> Features: rows [n, d] in the placeholders' places, and further ones for early layers
+    ids with `ImageIds` --Tower.inputs--> the decoder's arguments: embeddings with features, the positions of the caller
+
+Every image goes through processor and tower alone, so that what stands for it depends on nothing beside it. The
+processor needs Pillow, and no torchvision: which of the two is
+installed changes pixels.
+
+Shapes: n placeholders of an image, d hidden size, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.images import OWN, ImageIds, PromptImage, picture_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_CACHED = 64  # processed images, and features of a frozen tower
+_OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+_OF_THE_TEXT |= {"rows", "cols"}  # of Idefics 3: numbers of parts of an image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What an image processor makes of one image.
+
+    sha256: of the image's file. processed: SHA-256 of `arrays`. text: that stands for the image in a prompt. tokens:
+    placeholders in it. grid: see `PromptImage`. arrays: arguments of the tower.
+    """
+
+    sha256: str
+    processed: str
+    text: str
+    tokens: int
+    grid: tuple[int, ...]
+    arrays: Mapping[str, NDArray[Any]]
+
+
+class ImageProcessor:
+    """The image processor of a model's directory, as transformers has it for the family.
+
+    name: what a chat template writes for an image, `<|image_pad|>`. placeholder: id of the tokens that features
+    replace. settings: SHA-256 of the processor's settings.
+
+    Raises ConfigError for a directory without one, or of an unknown kind.
+    """
+
+    def __init__(self, directory: Path, where: str = "model.path") -> None:
+        try:
+            self._processor: Any = _family_processor(directory)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ConfigError(f"{where}: {str(directory)!r} has no usable image processor: {error}") from error
+        own = self._processor.image_processor
+        name = getattr(self._processor, "image_token", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: {type(self._processor).__name__} names no image token; its images are unknown")
+        self.name = name
+        self.placeholder = int(self._processor.image_token_id)
+        settings = {"class": type(own).__name__, **json.loads(own.to_json_string())}
+        self.settings = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+        self._directory, self._where = directory, where
+        self.prepared = functools.lru_cache(maxsize=_CACHED)(self._prepared)
+
+    def __reduce__(self) -> tuple[type[ImageProcessor], tuple[Path, str]]:
+        return ImageProcessor, (self._directory, self._where)
+
+    def _prepared(self, url: str) -> Prepared:
+        """Process an image, given as a data URL. The last results are kept. Raises DataError."""
+        from PIL import Image
+
+        picture = picture_of(url)
+        try:
+            made = self._processor(
+                text=[self.name],
+                images=[Image.fromarray(picture.pixels)],
+                return_tensors="np",
+                return_text_replacement_offsets=True,
+            )
+            text = made["text_replacement_offsets"][0][0]["replacement"]
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise DataError(
+                f"the image {picture.sha256[:12]} of {picture.pixels.shape[1]}x{picture.pixels.shape[0]} pixels cannot "
+                f"be processed by {type(self._processor).__name__}: {error}"
+            ) from error
+        arrays = {name: np.asarray(value) for name, value in made.items() if name not in _OF_THE_TEXT}
+        digest = hashlib.sha256()
+        for key, array in sorted(arrays.items()):
+            digest.update(f"{key} {array.dtype} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        grid: tuple[int, ...] = ()
+        if "image_grid_thw" in arrays:
+            merge = int(self._processor.image_processor.merge_size)
+            frames, rows, columns = map(int, arrays["image_grid_thw"][0])
+            grid = frames, rows // merge, columns // merge
+        return Prepared(picture.sha256, digest.hexdigest(), text, text.count(self.name), grid, arrays)
+
+    def checked(self, image: PromptImage) -> Prepared:
+        """Process a recorded image again. Raises DataError if the result is not the recorded one."""
+        prepared = self.prepared(image.url)
+        if image.settings != self.settings:
+            raise DataError(
+                f"the image {image.sha256[:12]} was recorded with other settings of its processor "
+                f"({image.settings[:12]}) than {str(self._directory)!r} has ({self.settings[:12]})"
+            )
+        if prepared.processed != image.processed:
+            raise DataError(
+                f"the image {image.sha256[:12]} is processed to {prepared.processed[:12]}, and {image.processed[:12]} "
+                "was recorded: another version of transformers or Pillow? Use those that recorded it"
+            )
+        return prepared
+
+
+def _family_processor(directory: Path) -> Any:
+    """Return the processor of a directory without its part for videos, which needs torchvision."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    family: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(directory, local_files_only=True))]
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True),
+        "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
+    }
+    settings, _ = family.get_processor_dict(directory, local_files_only=True)
+    # The base class refuses a missing part by its type.
+    lenient: Any = type(family.__name__, (family,), {"check_argument_for_proper_class": lambda *_: None})
+    made = lenient.from_args_and_dict([parts.get(name) for name in family.get_attributes()], settings)
+    return made[0] if isinstance(made, tuple) else made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """What the tower makes of one image: rows [n, d], and for each early layer further ones, added there (deepstack of
+    Qwen3-VL).
+    """
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
+class Tower:
+    """The part of a multimodal model that turns images into rows of its language model's input.
+
+    model: the whole model, as transformers loads it. trained: whether features carry gradients; they are then computed
+    at each use, and otherwise kept for the last images.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: ImageProcessor, trained: bool = False) -> None:
+        self._model, self.processor, self._trained = model, processor, trained
+        self._kept = functools.lru_cache(maxsize=_CACHED)(self._computed)
+
+    def features(self, image: PromptImage) -> Features:
+        """Return an image's features, on the model's device and in its precision. Raises DataError."""
+        return self._computed(image) if self._trained else self._kept(image)
+
+    def _computed(self, image: PromptImage) -> Features:
+        import torch
+
+        model: Any = self._model
+        prepared = self.processor.checked(image)
+        tensors = {name: torch.from_numpy(array).to(self._model.device) for name, array in prepared.arrays.items()}
+        with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
+            answer = model.get_image_features(**tensors, return_dict=True)
+            rows = _joined(answer.pooler_output)
+            deep = tuple(map(_joined, getattr(answer, "deepstack_features", None) or ()))
+        if len(rows) != image.tokens:
+            raise DataError(
+                f"the tower makes {len(rows)} rows of the image {image.sha256[:12]}, and its prompt has {image.tokens} "
+                "placeholders: processor and model do not belong together"
+            )
+        return Features(rows, deep)
+
+    def inputs(self, embedding: Any, ids: NDArray[np.int32], table: ImageIds, device: Any) -> dict[str, Any]:
+        """Return the decoder's arguments for ids int32[..., T] of `table`: embeddings, and features of early layers.
+
+        embedding: the model's, of ids.
+        """
+        import torch
+
+        own = ids >= OWN
+        plain = torch.from_numpy(np.where(own, self.processor.placeholder, ids)).long().to(device)
+        if not own.any():
+            return {"inputs_embeds": embedding(plain)}
+        flat = ids[own]
+        images = table.among(flat)
+        made = [self.features(image) for image, _ in images]
+        ends = np.cumsum([0, *(image.tokens for image, _ in images)])
+        firsts = np.array([first for _, first in images])
+        number = np.searchsorted(firsts, flat, "right") - 1
+        which = torch.from_numpy(ends[number] + flat - firsts[number]).to(device)
+        mask = torch.from_numpy(own).to(device)
+
+        def placed(parts: Sequence[Tensor]) -> Tensor:
+            return torch.cat(list(parts)).to(device).index_select(0, which)
+
+        embedded = embedding(plain)
+        rows = placed([features.rows for features in made]).to(embedded.dtype)
+        arguments = {"inputs_embeds": embedded.masked_scatter(mask[..., None], rows)}
+        if made[0].deep:
+            arguments["visual_pos_masks"] = mask
+            arguments["deepstack_visual_embeds"] = [
+                placed(parts) for parts in zip(*(m.deep for m in made), strict=True)
+            ]
+        return arguments
+
+
+def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return rows [n, d] of one image, which transformers returns in parts."""
+    import torch
+
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
