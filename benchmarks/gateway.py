@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -64,11 +65,9 @@ class _SlowEngine(FakeEngine):
         super().__init__(lambda prompt, sampling: range(3, 3 + _REPLY))
         self.latency = latency
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         await asyncio.sleep(self.latency)
-        return await super().generate(prompt_ids, sampling, session=session)
+        return await super().generate(prompt_ids, sampling, session=session, **more)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -113,9 +114,7 @@ class SimulatedEngine:
     def close_session(self, session: str) -> None:
         self._cached.pop(session, None)
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         """Return `max_tokens` tokens, after the time that sampling them takes."""
         call = _Call(session, len(prompt_ids), sampling.max_tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
@@ -125,7 +124,7 @@ class SimulatedEngine:
         ids, spans = np.zeros(call.wanted, np.int32), (VersionSpan(0, 0, call.wanted),)
         return Completion(ids, np.zeros(call.wanted, np.float32), StopReason.STOP, spans)
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, **more: Any) -> Floats:
         return np.zeros(len(ids) - 1, np.float32)
 
     def status(self) -> list[ComponentStatus]:

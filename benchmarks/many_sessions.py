@@ -150,9 +150,7 @@ class SimulatedEngine(FakeEngine):
     def close_session(self, session: str) -> None:
         return None
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         """Return the same ids each time."""
         seconds = self._seconds[session.rpartition(".")[0]] * float(self._rng.uniform(0.9, 1.1))
         await asyncio.sleep(seconds / STEPS)

@@ -156,10 +156,8 @@ class Unpinned(FakeEngine):
         super().__init__(lambda prompt, sampling: [*range(200, 203 + sampling.seed % 2), END], delay=lambda: 0.001)
         self._first: dict[str, int] = {}
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
-        completion = await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session=session, **more)
         first, tokens = self._first.setdefault(session, self.version), len(completion.token_ids)
         another = max(first - 1, 0) if session.endswith(".0") else first
         return replace(completion, policy_versions=(VersionSpan(another, 0, 1), VersionSpan(first, 1, tokens)))

@@ -58,10 +58,8 @@ class Broken(FakeEngine):
         super().__init__(saying)
         self.change = change
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
-        return self.change(await super().generate(prompt_ids, sampling, session=session), sampling)
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
+        return self.change(await super().generate(prompt_ids, sampling, session=session, **more), sampling)
 
 
 def changed(**fields: Any) -> Callable[[Completion, SamplingParams], Completion]:
@@ -121,7 +119,7 @@ def test_a_seed_must_give_the_same_tokens_again_and_other_seeds_others() -> None
 
 def test_an_engine_that_scores_something_else_is_refused() -> None:
     class Short(FakeEngine):
-        async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        async def score(self, ids: Ids, **more: Any) -> Floats:
             return np.full(len(ids), self.logprob, np.float32)
 
     with pytest.raises(EngineError, match=r"scores 6 tokens with \(6,\) logprobs"):

@@ -218,14 +218,12 @@ class Fake(FakeEngine):
         self.lives = lives
         self.versions: list[int] = []
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         if self.failure or self.lives == 0:
             self.is_down = True
             raise EngineEnded("it has ended")
         self.lives -= 1
-        return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return await super().generate(prompt_ids, sampling, session=session, **more)
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
         if self.failure:

@@ -78,10 +78,8 @@ class Deadly(FakeEngine):
         rng = np.random.default_rng([sampling.seed, zlib.crc32(prompt.tobytes())])
         return [*map(int, rng.integers(200, 700, int(rng.integers(1, 5)))), END]
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
-        completion = await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session=session, **more)
         if not session.startswith("g"):  # of an evaluation
             return completion
         os.write(self._answered, f"{os.getpid()} {session} {sampling.seed}\n".encode())

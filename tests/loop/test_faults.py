@@ -84,15 +84,13 @@ class Flaky(FakeEngine):
         drawn = np.random.default_rng(sampling.seed).integers(200, 700, 4)
         return [*map(int, drawn), END]
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         if chance("engine", sampling.seed) < 0.02:
             raise EngineError("out of memory")
         self._require_alive()
         await asyncio.sleep(5 * chance("seconds", sampling.seed))
         self._require_alive()
-        return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return await super().generate(prompt_ids, sampling, session=session, **more)
 
     def _require_alive(self) -> None:
         if OUTAGE[0] <= asyncio.get_running_loop().time() < OUTAGE[1]:

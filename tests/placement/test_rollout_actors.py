@@ -197,12 +197,10 @@ async def test_an_attempt_goes_on_when_its_worker_is_lost(reservation: Reservati
 
 
 class Elsewhere(Placed):
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, session: str, *more: Any) -> Completion:
         engine = saying()
         engine.open_session(session)
-        return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return await engine.generate(prompt_ids, sampling, session=session)
 
 
 class Routed(FakeEngine):

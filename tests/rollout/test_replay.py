@@ -97,12 +97,10 @@ class Pinning(FakeEngine):
         super().__init__(by_seed)
         self.version, self._held = version, held
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         if len(self.calls) == self._held:
             await self.publish(self.version + 1)
-        completion = await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        completion = await super().generate(prompt_ids, sampling, session=session, **more)
         return replace(completion, pinned=True)
 
 

@@ -75,9 +75,7 @@ class Bad(FakeEngine):
         super().__init__(lambda prompt, sampling: [])
         self.completion = completion
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         return self.completion
 
 

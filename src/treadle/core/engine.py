@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from treadle.core.errors import EngineError
+from treadle.core.images import PromptImage
 from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
@@ -74,15 +75,25 @@ class Engine(Protocol):
         """End a session after its last call. Unknown or closed sessions are ignored."""
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample one completion; a session may make several calls at once. Cancelling the call aborts it.
 
-        cache_salt: calls with different salts share no cached prefix. Raises EngineError.
+        cache_salt: calls with different salts share no cached prefix. images: those of the prompt, whose placeholders
+        are among its ids. Raises EngineError, also for images that the engine cannot show to its model.
         """
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return log-probabilities of ids[1:], each given its prefix: int32[T] -> float32[T - 1]."""
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
+        """Return log-probabilities of ids[1:], each given its prefix: int32[T] -> float32[T - 1].
+
+        images: those of `generate`.
+        """
 
     def status(self) -> Sequence[ComponentStatus]:
         """Return the current load, one entry per engine. Never blocks; thread-safe."""

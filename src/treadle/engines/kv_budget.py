@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import ConfigError
+from treadle.core.images import PromptImage
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 
@@ -153,7 +154,13 @@ class BudgetedEngine:
         self._engine.close_session(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample one completion, once the session's episode is admitted. Raises EngineError."""
         episode = self._episode(session, len(prompt_ids), sampling.max_tokens)
@@ -164,7 +171,9 @@ class BudgetedEngine:
         if session in self._admission:  # not closed meanwhile
             self._held[session] = episode.held
             self._admit(self._budget.update(session, episode))
-        completion = await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        completion = await self._engine.generate(
+            prompt_ids, sampling, session=session, cache_salt=cache_salt, images=images
+        )
         if session in self._admission:
             self._held[session] = max(self._held[session], len(prompt_ids) + len(completion.token_ids))
         return completion
@@ -173,8 +182,8 @@ class BudgetedEngine:
         held = max(prompt, self._held.get(session, 0))
         return Episode(held, max(prompt + completion, self._expected.final(held)))
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        return await self._engine.score(ids, temperature=temperature)
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
+        return await self._engine.score(ids, temperature=temperature, images=images)
 
     def status(self) -> list[ComponentStatus]:
         admitted, waiting = self._budget.admitted, self._budget.waiting

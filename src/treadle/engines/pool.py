@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import EngineEnded, EngineError
+from treadle.core.images import PromptImage
 from treadle.core.trainer import WeightsDestination, WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.staging import Staged
@@ -70,7 +71,13 @@ class EnginePool:
             engine.close_session(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample one completion; on another engine if the session's has ended. Raises EngineError.
 
@@ -80,7 +87,9 @@ class EnginePool:
         for losses in count(1):
             engine = self._engine(session)
             try:
-                return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+                return await engine.generate(
+                    prompt_ids, sampling, session=session, cache_salt=cache_salt, images=images
+                )
             except EngineEnded:
                 if losses >= max(2, len(self._engines)):
                     raise
@@ -93,8 +102,8 @@ class EnginePool:
         """
         return self._sessions[session].route
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        return await self._least_busy().score(ids, temperature=temperature)
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
+        return await self._least_busy().score(ids, temperature=temperature, images=images)
 
     async def update_weights(self, staged: Staged, version: int) -> None:
         """Have every engine load staged weights, which must stay available until the next ones are staged.

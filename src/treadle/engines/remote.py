@@ -23,6 +23,7 @@ import torch
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import DataError, EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
+from treadle.core.images import PromptImage
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import tolerance_of
 from treadle.engines.staging import Staged
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     sampling: SamplingParams
     session: str
     cache_salt: str | None
+    images: Sequence[PromptImage]
 
 
 class EngineService:
@@ -63,10 +65,15 @@ class EngineService:
         return self._engine.status()[-1]
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        session: str,
+        cache_salt: str | None,
+        images: Sequence[PromptImage],
     ) -> Completion:
         self._open(session)
-        return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt, images=images)
 
     async def wave(self, calls: Mapping[int, Call], closed: Sequence[str]) -> dict[int, Completion | TreadleError]:
         """Close sessions, then sample for all other open ones; return answers in order of completion.
@@ -105,8 +112,8 @@ class EngineService:
         await self._engine.update_weights(await staged.fetch(), version)
         return await self._engine.score(probe)
 
-    async def score(self, ids: Ids, temperature: float) -> Floats:
-        return await self._engine.score(ids, temperature=temperature)
+    async def score(self, ids: Ids, temperature: float, images: Sequence[PromptImage]) -> Floats:
+        return await self._engine.score(ids, temperature=temperature, images=images)
 
     async def sleep(self) -> None:
         await self._engine.sleep()
@@ -206,7 +213,13 @@ class RemoteEngine:
             worker.post("close_sessions", [session])
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample one completion, repeated if the process ends. Raises EngineError; EngineEnded after `losses`."""
         for losses in count(1):
@@ -215,7 +228,7 @@ class RemoteEngine:
             if session not in self._sessions:
                 raise EngineError(f"session {session!r} is not open")
             self.limits.check_call(prompt_ids, sampling, session)
-            call = Call(prompt_ids, sampling, session, cache_salt)
+            call = Call(prompt_ids, sampling, session, cache_salt, images)
             self._running += 1
             try:
                 if self._lock_step:
@@ -229,8 +242,8 @@ class RemoteEngine:
                 self._running -= 1
         raise AssertionError("unreachable")
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        scores: Floats = await self._call("score", ids, temperature)
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
+        scores: Floats = await self._call("score", ids, temperature, images)
         return scores
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:

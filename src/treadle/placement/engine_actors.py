@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ConfigError, EngineError, PlacementError, TreadleError
+from treadle.core.images import PromptImage
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
@@ -144,12 +145,17 @@ class ServerActor(Placed):
         self._admission.open(admitted)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        session: str,
+        cache_salt: str | None,
+        images: Sequence[PromptImage],
     ) -> Completion:
         """Sample for a rollout worker. Raises EngineError; ServerLost if another server should do it."""
         await self._admission.settled()
         assert self._server is not None
-        check_call(len(prompt_ids), sampling, self._server.context)
+        check_call(len(prompt_ids), sampling, self._server.context, images)
         return await sample(
             self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
         )

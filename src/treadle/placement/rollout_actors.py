@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 
 from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import Cause, EngineError, TreadleError, WorkerLost
+from treadle.core.images import PromptImage
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
 from treadle.engines.vllm.server import ServerLost
 from treadle.placement.actors import Actor, Placed
@@ -67,22 +68,28 @@ class WorkerEngine:
         self._closed.discard(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         completion: Completion
         if route := self.routes.get(session):
             try:
-                completion = await route.call("generate", prompt_ids, sampling, session, cache_salt)
+                completion = await route.call("generate", prompt_ids, sampling, session, cache_salt, images)
             except (WorkerLost, ServerLost):
                 # The run's process knows the session's next engine.
                 self.routes[session] = None
             else:
                 return completion
-        completion = await self.calls.call("generate", prompt_ids, sampling, session, cache_salt)
+        completion = await self.calls.call("generate", prompt_ids, sampling, session, cache_salt, images)
         return completion
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        scores: Floats = await self.calls.call("score", ids, temperature)
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
+        scores: Floats = await self.calls.call("score", ids, temperature, images)
         return scores
 
     def status(self) -> list[ComponentStatus]:
@@ -407,9 +414,14 @@ class _Worker:
         self._engine.close_session(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        session: str,
+        cache_salt: str | None,
+        images: Sequence[PromptImage],
     ) -> Completion:
-        return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt, images=images)
 
-    async def score(self, ids: Ids, temperature: float) -> Floats:
-        return await self._engine.score(ids, temperature=temperature)
+    async def score(self, ids: Ids, temperature: float, images: Sequence[PromptImage]) -> Floats:
+        return await self._engine.score(ids, temperature=temperature, images=images)

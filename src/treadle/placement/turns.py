@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from treadle.core.engine import Completion
+from treadle.core.images import PromptImage
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.pool import EnginePool, Member
 from treadle.engines.staging import Staged
@@ -104,14 +105,20 @@ class ColocatedPool(EnginePool):
         turns.sleep, turns.wake = self.sleep, self.wake
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         async with self._turns.of("engines"):
-            return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+            return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt, images=images)
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
         async with self._turns.of("engines"):
-            return await super().score(ids, temperature=temperature)
+            return await super().score(ids, temperature=temperature, images=images)
 
     async def update_weights(self, staged: Staged, version: int) -> None:
         async with self._turns.of("engines", wake=False):

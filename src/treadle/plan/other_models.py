@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import ConfigError, EngineError
+from treadle.core.images import PromptImage
 from treadle.core.registry import how_to_install
 from treadle.core.types import Floats, Ids, Message, SamplingParams
 from treadle.engines.config import EngineConfig
@@ -132,7 +133,9 @@ class LocalModel:
 class ComputesAlone(Engine, Protocol):
     """An engine that can compute a call separately: `TorchEngine`."""
 
-    async def alone(self, prompt_ids: Ids, sampling: SamplingParams) -> Completion: ...
+    async def alone(
+        self, prompt_ids: Ids, sampling: SamplingParams, images: Sequence[PromptImage] = ()
+    ) -> Completion: ...
 
 
 class Alone:
@@ -146,12 +149,18 @@ class Alone:
     def close_session(self, session: str) -> None: ...
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
-        return await self._engine.alone(prompt_ids, sampling)
+        return await self._engine.alone(prompt_ids, sampling, images)
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        return await self._engine.score(ids, temperature=temperature)
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
+        return await self._engine.score(ids, temperature=temperature, images=images)
 
     def status(self) -> Sequence[ComponentStatus]:
         return self._engine.status()

@@ -15,6 +15,7 @@ import numpy as np
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import ConfigError, ContextExceeded, DataError, EngineError
+from treadle.core.images import PromptImage
 from treadle.core.types import (
     DropReason,
     Floats,
@@ -87,11 +88,17 @@ class NoEngine:
     def close_session(self, session: str) -> None: ...
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         raise EngineError("there is no engine, and so no token ids: the model answers as text")
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
         raise EngineError("there is no engine, and so no log-probabilities: the model answers as text")
 
     def status(self) -> Sequence[ComponentStatus]:

@@ -14,6 +14,7 @@ import numpy as np
 from treadle.core.engine import Completion, ComponentStatus, VersionSpan
 from treadle.core.errors import Cause, EngineError
 from treadle.core.files import Manifest
+from treadle.core.images import PromptImage
 from treadle.core.metrics import Measures
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import (
@@ -41,8 +42,8 @@ class FakeEngine:
     A completion counts as stopped unless it was cut. `reply` may raise to simulate a failing engine. For deterministic
     sampling (temperature 0, top_k 1) tokens have logprob 0.
     delay: called once per call, returns its duration in seconds; tokens arrive evenly over that time, each with the
-    latest published version. A cancelled call ends immediately. `calls` records every prompt, `running` counts calls in
-    flight, `aborted` cancelled ones.
+    latest published version. A cancelled call ends immediately. `calls` records every prompt, `seen` its images,
+    `running` counts calls in flight, `aborted` cancelled ones.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FakeEngine:
         self.reply, self.logprob, self.delay = reply, logprob, delay
         self.version = 0
         self.calls: list[Ids] = []
+        self.seen: list[tuple[PromptImage, ...]] = []
         self.open: list[str] = []
         self.running = self.aborted = 0
 
@@ -68,11 +70,18 @@ class FakeEngine:
             self.open.remove(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         if session not in self.open:
             raise EngineError(f"session {session!r} is not open")
         self.calls.append(np.asarray(prompt_ids))
+        self.seen.append(tuple(images))
         wanted = list(self.reply(prompt_ids, sampling))
         ids = wanted[: sampling.max_tokens]
         certain = sampling.temperature == 0 or sampling.top_k == 1
@@ -83,7 +92,7 @@ class FakeEngine:
             policy_versions=tuple(VersionSpan(v, n, n + 1) for n, v in enumerate(await self._versions(len(ids)))),
         )
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
         return np.full(len(ids) - 1, self.logprob, np.float32)
 
     async def publish(self, version: int) -> None:

@@ -38,11 +38,9 @@ class Slow(FakeEngine):
         self.gate.set()
         self.aborted = 0
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, **more: Any) -> Completion:
         try:
-            completion = await super().generate(prompt_ids, sampling, session=session)
+            completion = await super().generate(prompt_ids, sampling, session=session, **more)
             await asyncio.sleep(self.seconds())
             await self.gate.wait()
         except asyncio.CancelledError:

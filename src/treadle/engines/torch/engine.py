@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import DataError, EngineError
+from treadle.core.images import PromptImage
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.torch.batch import Batch, Call, Decode, EngineCounters
@@ -142,6 +143,7 @@ class TorchEngine:
         *,
         session: str,
         cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
         stop_token_ids: Collection[int] | None = None,
     ) -> Completion:
         """Sample one completion; cancelling the call frees its row at the next token.
@@ -152,6 +154,7 @@ class TorchEngine:
         `max_tokens` in the model's context, or a failure of the batch; DataError for a grammar that is wrong, or that
         no token of the vocabulary can continue.
         """
+        _check_sees(images)
         self._check_awake()
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
@@ -171,12 +174,13 @@ class TorchEngine:
             call.cancelled = True  # no effect once it is answered
             self._waiting.pop(call, None)
 
-    async def alone(self, prompt_ids: Ids, sampling: SamplingParams) -> Completion:
+    async def alone(self, prompt_ids: Ids, sampling: SamplingParams, images: Sequence[PromptImage] = ()) -> Completion:
         """Sample one completion alone, between two tokens (in lock-step: waves), without session or cached prefix.
 
         Its bits depend only on weights and arguments, and it does not affect other calls' bits, only delays them.
         Raises EngineError as `generate` does.
         """
+        _check_sees(images)
         self._check_awake()
         self.limits.check_call(prompt_ids, sampling, "alone")
         constraint = self._constraint(sampling)
@@ -188,11 +192,12 @@ class TorchEngine:
         finally:
             call.cancelled = True  # no effect once it is answered
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
 
         Raises EngineError for ids outside the vocabulary, more than the model's context, or temperature 0.
         """
+        _check_sees(images)
         self._check_awake()
         self.limits.check_ids(ids, "ids to score")
         if len(ids) > self.limits.context:
@@ -395,6 +400,11 @@ class TorchEngine:
         if isinstance(completion, DataError):
             raise completion
         return completion
+
+
+def _check_sees(images: Sequence[PromptImage]) -> None:
+    if images:
+        raise EngineError("this engine was given no `vision`, and its model sees no images")
 
 
 def _fail(request: _Request, error: BaseException) -> None:

@@ -8,7 +8,7 @@ version   engine                        sessions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
+from treadle.core.images import PromptImage
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
@@ -92,7 +93,13 @@ class PinnedEngine:
             self._engines[version].close_session(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample one completion, as `TorchEngine` does. Raises EngineError also for a discarded version."""
         if session not in self._sessions:
@@ -107,12 +114,12 @@ class PinnedEngine:
                 f"session {session!r} began with version {version}, and version {self._newest()} is more than "
                 f"orchestration.max_staleness ({self._behind}) ahead of it"
             )
-        completion = await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        completion = await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt, images=images)
         return replace(completion, pinned=True)
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:] under the newest weights, as `TorchEngine` does."""
-        return await self._engines[self._newest()].score(ids, temperature=temperature)
+        return await self._engines[self._newest()].score(ids, temperature=temperature, images=images)
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sample sessions from now on with these weights. Raises EngineError, and changes nothing, if any are

@@ -13,6 +13,7 @@ import torch
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import ConfigError, EngineError, TreadleError
+from treadle.core.images import PromptImage
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
@@ -25,6 +26,7 @@ from treadle.engines.vllm.server import (
     ServerLost,
     Started,
     check_call,
+    check_sees,
     decode_routing,
     sample,
     serving,
@@ -83,14 +85,20 @@ class VLLMEngine:
         self._publication.forget(session)
 
     async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+        self,
+        prompt_ids: Ids,
+        sampling: SamplingParams,
+        *,
+        session: str,
+        cache_salt: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Sample one completion. Cancelling aborts it on the server.
 
         Raises EngineError for an unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM
         would silently change, a request refused by the server, or if no server is left.
         """
-        check_call(len(prompt_ids), sampling, min(server.context for server in self._servers))
+        check_call(len(prompt_ids), sampling, min(server.context for server in self._servers), images)
         admission = self._publication.admission
         for losses in count(1):
             await admission.settled()
@@ -127,12 +135,13 @@ class VLLMEngine:
             return None
         return server.process.route
 
-    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+    async def score(self, ids: Ids, *, temperature: float = 1.0, images: Sequence[PromptImage] = ()) -> Floats:
         """Return log-probabilities of ids[1:], each given its prefix: int32[T] -> float32[T - 1].
 
         Raises EngineError if no server is left, for more ids than the context, or for a temperature unsupported by
         vLLM.
         """
+        check_sees(images)
         if temperature < COLDEST:
             raise EngineError(f"vLLM scores at temperatures of at least {COLDEST}, not at {temperature}")
         admission = self._publication.admission

@@ -17,6 +17,7 @@ import numpy as np
 
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.images import PromptImage
 from treadle.core.support import Probabilities, Support
 from treadle.core.text import keys_in, redacted
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
@@ -342,8 +343,9 @@ async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[
         raise EngineError("; ".join(str(server.error()) for server in servers))
 
 
-def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
-    """Raise EngineError if a call exceeds the context, or if vLLM would silently change its sampling."""
+def check_call(prompt: int, sampling: SamplingParams, context: int, images: Sequence[PromptImage] = ()) -> None:
+    """Raise EngineError if a call exceeds the context, has images, or if vLLM would silently change its sampling."""
+    check_sees(images)
     # vLLM would silently cut the completion short.
     if prompt + sampling.max_tokens > context:
         raise EngineError(
@@ -355,6 +357,11 @@ def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
         raise EngineError(
             f"vLLM clamps temperatures below {COLDEST} (got {sampling.temperature}); use 0 or >= {COLDEST}"
         )
+
+
+def check_sees(images: Sequence[PromptImage]) -> None:
+    if images:
+        raise EngineError(f"vLLM engines are given no images here, got {len(images)}; set engine.kind=torch")
 
 
 async def sample(
