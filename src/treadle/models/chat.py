@@ -28,6 +28,7 @@ from treadle.models.model_files import (
     read_generation_config,
     tokenizer_directory,
 )
+from treadle.models.vision import ImageProcessor
 from treadle.rendering.chat import ChatRenderer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -43,6 +44,12 @@ def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTo
     directory = tokenizer_directory(config)
     tokenizer = load_tokenizer(directory)
 
+    places = [directory]
+    if config.build is None:
+        # A missing model is reported when it is loaded.
+        with suppress(ConfigError):
+            places.insert(0, base_directory(config))
+
     def renderer(stop: Sequence[int]) -> ChatRenderer:
         return ChatRenderer(
             tokenizer,
@@ -51,16 +58,12 @@ def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTo
             chat_template_kwargs=config.chat_template_kwargs,
             roles=config.roles,
             began=began,
+            images=ImageProcessor.find(*dict.fromkeys(places)),
         )
 
     if config.stop_tokens is not None:
         return tokenizer, renderer(_named(config.stop_tokens, tokenizer))
     stop = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    places = [directory]
-    if config.build is None:
-        # A missing model is reported when it is loaded.
-        with suppress(ConfigError):
-            places.insert(0, base_directory(config))
     for place in dict.fromkeys(places):
         stop += _declared(place, len(tokenizer))
     made = renderer(tuple(dict.fromkeys(stop)))

@@ -5,8 +5,8 @@
     ids with `ImageIds` --Tower.inputs--> the decoder's arguments: embeddings with features, the positions of the caller
 
 Every image goes through processor and tower alone, so that what stands for it depends on nothing beside it. The
-processor needs Pillow, and no torchvision: which of the two is
-installed changes pixels.
+processor needs Pillow, and no
+torchvision: the two scale pictures differently.
 
 Shapes: n placeholders of an image, d hidden size, T tokens.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CACHED = 64  # processed images, and features of a frozen tower
 _OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _OF_THE_TEXT |= {"rows", "cols"}  # of Idefics 3: numbers of parts of an image
@@ -53,29 +54,49 @@ class Prepared:
 
 
 class ImageProcessor:
-    """The image processor of a model's directory, as transformers has it for the family.
+    """The image processor of a model's directory, as transformers has it for the family; loaded when it is first used.
 
     name: what a chat template writes for an image, `<|image_pad|>`. placeholder: id of the tokens that features
-    replace. settings: SHA-256 of the processor's settings.
-
-    Raises ConfigError for a directory without one, or of an unknown kind.
+    replace. settings: SHA-256 of the processor's settings. Each raises ConfigError for a directory without one, or with
+    one of an unknown kind.
     """
 
     def __init__(self, directory: Path, where: str = "model.path") -> None:
-        try:
-            self._processor: Any = _family_processor(directory)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError(f"{where}: {str(directory)!r} has no usable image processor: {error}") from error
-        own = self._processor.image_processor
-        name = getattr(self._processor, "image_token", None)
-        if not isinstance(name, str):
-            raise ConfigError(f"{where}: {type(self._processor).__name__} names no image token; its images are unknown")
-        self.name = name
-        self.placeholder = int(self._processor.image_token_id)
-        settings = {"class": type(own).__name__, **json.loads(own.to_json_string())}
-        self.settings = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
         self._directory, self._where = directory, where
         self.prepared = functools.lru_cache(maxsize=_CACHED)(self._prepared)
+
+    @classmethod
+    def find(cls, *directories: Path) -> ImageProcessor | None:
+        """Return that of the first directory with the files of one."""
+        return next((cls(d) for d in directories if any((d / file).is_file() for file in PROCESSOR_FILES)), None)
+
+    @functools.cached_property
+    def _own(self) -> Any:
+        try:
+            return _family_processor(self._directory)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ConfigError(
+                f"{self._where}: {str(self._directory)!r} has no usable image processor: {error}"
+            ) from error
+
+    @functools.cached_property
+    def name(self) -> str:
+        name = getattr(self._own, "image_token", None)
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{self._where}: {type(self._own).__name__} names no image token; images of such a model are unknown"
+            )
+        return name
+
+    @functools.cached_property
+    def placeholder(self) -> int:
+        return int(self._own.image_token_id)
+
+    @functools.cached_property
+    def settings(self) -> str:
+        own = self._own.image_processor
+        settings = {"class": type(own).__name__, **json.loads(own.to_json_string())}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
     def __reduce__(self) -> tuple[type[ImageProcessor], tuple[Path, str]]:
         return ImageProcessor, (self._directory, self._where)
@@ -86,7 +107,7 @@ class ImageProcessor:
 
         picture = picture_of(url)
         try:
-            made = self._processor(
+            made = self._own(
                 text=[self.name],
                 images=[Image.fromarray(picture.pixels)],
                 return_tensors="np",
@@ -96,7 +117,7 @@ class ImageProcessor:
         except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(
                 f"the image {picture.sha256[:12]} of {picture.pixels.shape[1]}x{picture.pixels.shape[0]} pixels cannot "
-                f"be processed by {type(self._processor).__name__}: {error}"
+                f"be processed by {type(self._own).__name__}: {error}"
             ) from error
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in _OF_THE_TEXT}
         digest = hashlib.sha256()
@@ -105,7 +126,7 @@ class ImageProcessor:
             digest.update(np.ascontiguousarray(array).tobytes())
         grid: tuple[int, ...] = ()
         if "image_grid_thw" in arrays:
-            merge = int(self._processor.image_processor.merge_size)
+            merge = int(self._own.image_processor.merge_size)
             frames, rows, columns = map(int, arrays["image_grid_thw"][0])
             grid = frames, rows // merge, columns // merge
         return Prepared(picture.sha256, digest.hexdigest(), text, text.count(self.name), grid, arrays)

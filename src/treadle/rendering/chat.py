@@ -18,6 +18,7 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
 from treadle.rendering import replies
 from treadle.rendering.grammars import Grammars
+from treadle.rendering.pictures import ImagePlaces
 from treadle.rendering.identity import flat, parsed
 from treadle.rendering.probes import (
     PROBE,
@@ -34,6 +35,8 @@ from treadle.rendering.template import ChatTemplate, Plain, Variables
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+    from treadle.models.vision import ImageProcessor
 
 
 class Tokenizer(Protocol):
@@ -65,6 +68,7 @@ class ChatRenderer:
     chat_template_kwargs: template options such as `enable_thinking`.
     roles: roles unknown to the template -> roles to pass instead.
     began: date for templates that write one; default: when a conversation begins.
+    images: the model's image processor; None: messages with images are refused.
 
     Raises ConfigError if there is no such template.
     """
@@ -78,6 +82,7 @@ class ChatRenderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
         began: datetime | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self.began = began
         self.structure = Structure(tokenizer.backend_tokenizer, stop_token_ids)
@@ -86,6 +91,7 @@ class ChatRenderer:
         self.stop_ids = tuple(int(i) for i in stop_token_ids)
         self._variables = dict(tokenizer.special_tokens_map)
         self._sources = _sources(tokenizer.chat_template, chat_template)
+        self.images = ImagePlaces(images, self.structure)
         self._label = (
             "the tokenizer's chat template" if chat_template is None else f"the chat template {chat_template!r}"
         )
@@ -100,7 +106,8 @@ class ChatRenderer:
         parts = SimpleNamespace(
             backend_tokenizer=self._backend, chat_template=self._sources, special_tokens_map=self._variables
         )
-        made = partial(ChatRenderer, chat_template_kwargs=self.options, roles=self.roles, began=self.began)
+        options = {"chat_template_kwargs": self.options, "roles": self.roles, "began": self.began}
+        made = partial(ChatRenderer, **options, images=self.images.processor)
         return made, (parts, self.stop_ids), {"_label": self._label}
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
@@ -110,7 +117,10 @@ class ChatRenderer:
     def write(
         self, messages: Sequence[Plain], tools: Sequence[Any] | None, options: Variables, generation_prompt: bool
     ) -> str:
-        """Render a conversation to text, as `ChatTemplate.render` does. Raises DataError."""
+        """Render a conversation to text, as `ChatTemplate.render` does, with what stands for images. Raises DataError."""
+        if any(message.get("images") for message in messages):
+            text = self.write([self.images.in_parts(m) for m in messages], tools, options, generation_prompt)
+            return self.images.expanded(text, [url for m in messages for url in m.get("images") or ()])
         render = partial(self.template(tools or ()).render, tools=tools, options=options)
         try:
             return render(messages, generation_prompt=generation_prompt)
@@ -140,7 +150,10 @@ class ChatRenderer:
         if not system or (len(system) == 1 and system[0] is messages[0]) or not self._wants_one_system:
             return messages
         text = "\n\n".join(filter(str.strip, (flat(message["content"]) for message in system)))
-        return (Message(role="system", content=text), *(message for message in messages if message not in system))
+        joined = Message(role="system", content=text)
+        if images := [url for message in system for url in message.get("images") or ()]:
+            joined["images"] = images
+        return (joined, *(message for message in messages if message not in system))
 
     @cached_property
     def _wants_one_system(self) -> bool:

@@ -128,7 +128,7 @@ class Conversation:
         ids, cause, rendering = render(messages, setting)
         # May be a memoized piece, shared with other prompts.
         ids.flags.writeable = False
-        return Prompt(ids, messages, cause, rendering)
+        return Prompt(ids, messages, cause, rendering, self._renderer.images.placed(ids, messages))
 
     def record(self, prompt: Prompt, completion_ids: Ids, reply: Message, whole: bool = True) -> Record:
         """Remember the completion for a prompt of `render`, and the message that the agent got for it.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from hashlib import sha256
 from typing import Any
 
+from treadle.core.images import PromptImage
 from treadle.core.text import read_json
 from treadle.core.types import BreakCause, Ids, Message
 
 Value = tuple[str, str, str]
-"""(role, content, tool calls as canonical JSON): equal for equal messages."""
+"""(role, content, tool calls as canonical JSON, or hashes of images): equal for equal messages."""
 
 
 def flat(content: Any) -> str:
@@ -25,11 +27,11 @@ def flat(content: Any) -> str:
 
 
 def size(message: Mapping[str, Any]) -> int:
-    """Estimate the characters of a message."""
+    """Estimate the characters of a message; images count as their data URLs."""
     content = message.get("content")
     texts = [content if isinstance(content, str) else flat(content), message.get("reasoning_content") or ""]
     texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
-    return sum(map(len, texts))
+    return sum(map(len, [*texts, *(message.get("images") or ())]))
 
 
 def value(message: Mapping[str, Any]) -> Value:
@@ -39,12 +41,17 @@ def value(message: Mapping[str, Any]) -> Value:
     """
     content = flat(message.get("content"))
     if message["role"] != "assistant":
-        return message["role"], content, ""
+        return message["role"], content, " ".join(map(_image_key, message.get("images") or ()))
     calls = [
         [call["function"]["name"], _canonical(parsed(call["function"]["arguments"]))]
         for call in message.get("tool_calls") or ()
     ]
     return "assistant", content.strip(), json.dumps(calls, sort_keys=True) if calls else ""
+
+
+@lru_cache(maxsize=1024)
+def _image_key(url: str) -> str:
+    return sha256(url.encode()).hexdigest()
 
 
 def reasoning(message: Mapping[str, Any]) -> str:
@@ -106,13 +113,14 @@ class Prompt:
     """The prompt of one call.
 
     ids int32[P]. messages: source of the prompt. break_cause: why it does not continue the ids of the call continued by
-    its messages; None if it does, or continues none. rendering: None for raw prompts.
+    its messages; None if it does, or continues none. rendering: None for raw prompts. images: in order of their places.
     """
 
     ids: Ids
     messages: tuple[Message, ...] = ()
     break_cause: BreakCause | None = None
     rendering: Rendering | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 Span = tuple[int, int, int, int]
