@@ -21,19 +21,20 @@ from treadle.core.types import Step
 from treadle.packing.breaks import Relation, relations
 from treadle.packing.compactions import Compaction, compactions, recorded_calls
 from treadle.packing.flat import PackedCall
+from treadle.record.image_files import name_of
 from treadle.rendering.grammars import with_support
 from treadle.rendering.texts import MessageTexts, TokenTexts
 
 _NAMED = 8  # possible tokens up to which their texts are shown
 _SHOWN = (
     *("stop_reason", "temperature", "dropped", "reward", "shaping", "state_key", "started", "seconds", "waited"),
-    *("summary", "withheld", "calls", "chat"),
+    *("summary", "withheld", "calls", "chat", "images"),
 )
 
 
 def describe(step: Step) -> dict[str, Any]:
     """Return all fields of a step by name, with its sampling parameters and reward components; arrays stay arrays."""
-    others = "sampling", "given", "support", "probabilities"
+    others = "sampling", "given", "support", "probabilities", "images"
     own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in others}
     return {
         **own,
@@ -45,6 +46,7 @@ def describe(step: Step) -> dict[str, Any]:
         "token_rewards": step.given.tokens,
         "calls": [asdict(call) for call in step.calls],
         "chat": None if step.chat is None else asdict(step.chat),
+        "images": [{**asdict(image), "url": name_of(image.url)} for image in step.images],
     }
 
 

@@ -20,6 +20,7 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
+from treadle.record.image_files import name_of, referred
 from treadle.record.ledger_reader import (
     OPEN_SHARD,
     SCHEMA_VERSION,
@@ -318,7 +319,7 @@ def _group_row(group: Group, split: str, batch: int) -> dict[str, Any]:
         "epoch": group.epoch,
         "position": group.position,
         "batch": batch,
-        "task": json.dumps(asdict(group.task)),
+        "task": json.dumps(referred(asdict(group.task), name_of)),
     }
 
 

@@ -5,7 +5,6 @@ report, show, plot, view, export-traces, sft --from  ->  Record  ->  ledger, sha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +15,14 @@ from tokenizers import Tokenizer
 from treadle.core.errors import DataError, RunError
 from treadle.core.files import read_proven
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Step, Task
+from treadle.core.types import Step
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.compactions import RecordedCall
 from treadle.record.checkpoint_retention import read_checkpoint
 from treadle.record.ledger_reader import LedgerReader, trace_file
 from treadle.record.recorded import AS_TEXT, RecordedTrajectory, trajectory_on_record, vocabulary_sha256
-from treadle.record.rollout_store import read_call_times, read_calls, read_shard, read_steps, read_traces
+from treadle.record.rollout_store import read_call_times, read_calls, read_shard, read_steps, read_traces, task_of
 from treadle.record.run_directory import RunDirectory
 from treadle.rendering.texts import MessageTexts, TokenTexts
 
@@ -61,7 +60,7 @@ class Record:
         vocabulary = AS_TEXT if self.directory.is_text else vocabulary_sha256(self.tokenizer())
         read = lru_cache(_SHARDS)(self.shard)
         for row in self.ledger.sampled_once():
-            task = Task(**json.loads(row["task"]))
+            task = task_of(row["task"], self.directory.rollouts)
             steps = read(row["shard"]).get(row["trajectory_id"], [])
             trajectory = trajectory_on_record(row, task.task_id, steps)
             yield RecordedTrajectory(str(self.path), row["split"], row["group_id"], task, trajectory, vocabulary)

@@ -23,7 +23,7 @@ from treadle.core.types import DropReason, Group, ModelCall, Status, Step, Task,
 from treadle.record.ledger import Ledger
 from treadle.record.record import Record
 from treadle.record.recorded import vocabulary_sha256
-from treadle.record.rollout_store import open_steps, packed_step, write_table
+from treadle.record.rollout_store import images_beside, open_steps, packed_step, write_table
 from treadle.record.run_directory import RunDirectory
 from treadle.rollout.gateway.request import ApiError, CompletionRequest
 from treadle.rollout.session import Reply
@@ -113,7 +113,8 @@ class Recording:
             first = min((numbers.index(number) for number in changed), default=len(numbers))
             first = first if attempt.ident in self._open else 0
             steps = enumerate(trajectory.steps[first:], first)  # later ones move if an earlier call is answered last
-            rows = {n: packed_step(group.group_id, attempt.ident, n, step) for n, step in steps}
+            put = images_beside(self._run.rollouts).put
+            rows = {n: packed_step(group.group_id, attempt.ident, n, step, put) for n, step in steps}
             self._ledger.record_open(group, rows)
         except RunError as error:
             raise ApiError(

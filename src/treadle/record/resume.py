@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 from treadle.core.errors import DamageError
 from treadle.core.outcomes import interrupted_reason
-from treadle.core.types import DropReason, Group, Step, Task
+from treadle.core.types import DropReason, Group, Step
 from treadle.record.checkpoint_retention import Retention, checkpoint_name, checkpoint_updates, retained
 from treadle.record.ledger import AttemptKey, Ledger
 from treadle.record.ledger_reader import LedgerReader, LoopState
 from treadle.record.open_calls import restorable_calls
 from treadle.record.recorded import trajectory_on_record
-from treadle.record.rollout_store import read_shard
+from treadle.record.rollout_store import read_shard, task_of
 from treadle.record.run_directory import RunDirectory
 from treadle.rollout.replay import AnsweredCall
 from treadle.training.checkpoint import remove_others
@@ -51,7 +50,7 @@ def restorable_groups(
             unreadable.setdefault(row["shard"], []).append(row["trajectory_id"])
         if not damaged:
             steps = [(shards[row["shard"]] or {}).get(row["trajectory_id"], []) for row in attempts]
-            groups[index] = _group(attempts, steps)
+            groups[index] = _group(attempts, steps, rollouts)
     return groups, unreadable
 
 
@@ -116,9 +115,9 @@ def _admitted(row: Mapping[str, Any], oldest: int, newest: int, pinned: bool) ->
     return bool(row["waiting"] and oldest <= first and last <= newest and (first == last or not pinned))
 
 
-def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]]) -> Group:
+def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]], rollouts: Path) -> Group:
     first = rows[0]
-    task = Task(**json.loads(first["task"]))
+    task = task_of(first["task"], rollouts)
     every = [trajectory_on_record(row, task.task_id, played) for row, played in zip(rows, steps, strict=True)]
     attempts = [
         replace(t, copies=tuple(copy for copy in every if copy.role and copy.attempt == t.attempt))

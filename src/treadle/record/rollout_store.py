@@ -15,14 +15,16 @@ import pyarrow.parquet as pq
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
+from treadle.core.images import ImageIds
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.rewards import Reward
 from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import StepTrace
-from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, DropReason, Group, ModelCall, Routing, SamplingParams, Step, StopReason, Task
 from treadle.packing.compactions import RecordedCall
 from treadle.packing.flat import PackedCall
 from treadle.record.describe import describe, probability_columns
+from treadle.record.image_files import FOLDER, ImageFiles, Put, Url, image_column, images_of, referred, resolved
 from treadle.record.ledger_reader import LEDGER, OPEN_SHARD, LedgerReader, trace_file
 
 _BATCH = 512  # steps read at a time
@@ -72,6 +74,7 @@ STEP_SCHEMA = pa.schema(
         "withheld": pa.int32(),
         "answer": pa.string(),  # of a restorable environment
         "chat": pa.string(),  # the call of a model behind a URL, as JSON
+        "images": pa.string(),  # of the prompt, as JSON with the names of their files
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
@@ -91,12 +94,21 @@ _TOKENS: Mapping[str, type[np.generic]] = {
 
 def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
     """Write the groups' steps durably; return the file. Complete or absent. Raises RunError if the disk refuses."""
-    rows = [_row(g.group_id, t.trajectory_id, n, s) for g in groups for t in g.everyone for n, s in enumerate(t.steps)]
+    put = images_beside(directory).put
+    for group in groups:
+        referred(group.task.prompt, put)
+    every = ((g, t, number, step) for g in groups for t in g.everyone for number, step in enumerate(t.steps))
+    rows = [_row(g.group_id, t.trajectory_id, number, step, put) for g, t, number, step in every]
     return write_table(directory, f"{name}.parquet", pa.Table.from_pylist(rows, schema=_SCHEMA))
 
 
-def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:
-    return {"group_id": group_id, "trajectory_id": trajectory_id, "step": number, **step_row(step)}
+def images_beside(rollouts: Path) -> ImageFiles:
+    """Return the images of a run. rollouts: the directory of its shards."""
+    return ImageFiles(rollouts.parent / FOLDER)
+
+
+def _row(group_id: str, trajectory_id: str, number: int, step: Step, put: Put) -> dict[str, Any]:
+    return {"group_id": group_id, "trajectory_id": trajectory_id, "step": number, **step_row(step, put)}
 
 
 def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
@@ -115,9 +127,9 @@ def _as_parquet(table: pa.Table) -> pa.Buffer:
     return sink.getvalue()
 
 
-def packed_step(group_id: str, trajectory_id: str, number: int, step: Step) -> bytes:
-    """Return a row of a shard, packed for the ledger (`Ledger.record_open`)."""
-    return _packed(_row(group_id, trajectory_id, number, step), _SCHEMA)
+def packed_step(group_id: str, trajectory_id: str, number: int, step: Step, put: Put) -> bytes:
+    """Return a row of a shard, packed for the ledger (`Ledger.record_open`). put: writes images."""
+    return _packed(_row(group_id, trajectory_id, number, step, put), _SCHEMA)
 
 
 def packed_completion(completion: Completion) -> bytes:
@@ -181,14 +193,16 @@ def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
 def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
     """Return the steps of one trajectory, in call order. Raises as `open_shard`."""
     table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
-    return [step_of(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
+    url = images_beside(directory).url
+    return [step_of(row, url) for row in sorted(_rows(table), key=lambda row: row["step"])]
 
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
     """Return all steps of a shard, in call order, by trajectory_id. Raises as `open_shard`."""
     trajectories: dict[str, list[Step]] = {}
+    url = images_beside(directory).url
     for row in _rows(pq.read_table(open_shard(directory, shard))):
-        trajectories.setdefault(row["trajectory_id"], []).append(step_of(row))
+        trajectories.setdefault(row["trajectory_id"], []).append(step_of(row, url))
     return trajectories
 
 
@@ -200,17 +214,27 @@ def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]
 
 
 def read_calls(directory: Path, shard: WrittenFile) -> dict[str, list[RecordedCall]]:
-    """Return the ids of all calls of a shard, except calls of text alone, by trajectory_id. Raises as `open_shard`."""
+    """Return the ids of all calls of a shard, except calls of text alone, by trajectory_id. Raises as `open_shard`.
+
+    Placeholders of images have ids of their own (`ImageIds`).
+    """
     columns = ["trajectory_id", "step", "break_cause", "summary", "dropped"]
     trajectories: dict[str, list[RecordedCall]] = {}
+    own = ImageIds()
     with pq.ParquetFile(open_shard(directory, shard)) as file:
-        for batch in file.iter_batches(_BATCH, columns=[*columns, "prompt_ids", "completion_ids"]):
+        has_images = "images" in file.schema_arrow.names  # not of older runs
+        read = ["prompt_ids", "completion_ids", *["images"] * has_images]
+        for batch in file.iter_batches(_BATCH, columns=[*columns, *read]):
             rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
             tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
-            for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
+            images = batch.column("images").to_pylist() if has_images else [None] * len(batch)
+            for (trajectory, number, cause, summary, dropped), (prompt, completion), seen in zip(
+                rows, tokens, images, strict=True
+            ):
                 if not len(prompt):
                     continue  # a text-only call
-                call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
+                ids = own.put(prompt, images_of(seen, str))
+                call = PackedCall(np.concatenate([ids, completion]), len(prompt), first=0)
                 known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
                 trajectories.setdefault(trajectory, []).append(RecordedCall(number, call, known, summary, played))
     return trajectories
@@ -230,20 +254,21 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
             yield {**row, **dict(zip(lists, tokens, strict=True))}
 
 
-def step_row(step: Step) -> dict[str, Any]:
-    """Return a step as a row of `STEP_SCHEMA`; `step_of` reads it."""
+def step_row(step: Step, put: Put) -> dict[str, Any]:
+    """Return a step as a row of `STEP_SCHEMA`; `step_of` reads it. put: writes images."""
     facts = describe(step)
     return facts | {
         **_routing_columns(step.routing),
         **_support_columns(step.support),
         "components": list(facts["components"].items()),
-        "calls": [json.dumps(call) for call in facts["calls"]],
-        "chat": facts["chat"] and json.dumps(facts["chat"]),
+        "calls": [json.dumps(referred(call, put)) for call in facts["calls"]],
+        "chat": facts["chat"] and json.dumps(referred(facts["chat"], put)),
+        "images": image_column(step.images, put),
     }
 
 
-def step_of(row: Mapping[str, Any]) -> Step:
-    """Return the step in a row, which may lack its routing."""
+def step_of(row: Mapping[str, Any], url: Url | None = None) -> Step:
+    """Return the step in a row, which may lack its routing. url: reads images; None: there are none."""
     plain = {name: row[name] for name in _STEP.keys() - _TOKENS.keys()}
     converted = {
         **{name: np.array(row[name], dtype) for name, dtype in _TOKENS.items()},
@@ -262,11 +287,17 @@ def step_of(row: Mapping[str, Any]) -> Step:
         support=_support(row),
         probabilities=_probabilities(row),
         given=Reward(dict(row["components"]), row["token_rewards"]),
-        calls=tuple(map(_call, row.get("calls") or ())),
+        calls=tuple(_call(call, url) for call in row.get("calls") or ()),
         withheld=row.get("withheld") or 0,
         answer=row.get("answer") or "",
-        chat=_call(row["chat"]) if row.get("chat") else None,
+        chat=_call(row["chat"], url) if row.get("chat") else None,
+        images=images_of(row.get("images"), url),
     )
+
+
+def task_of(text: str, rollouts: Path) -> Task:
+    """Return the task in a row of the ledger. rollouts: see `images_beside`. Raises DamageError for a lost image."""
+    return Task(**resolved(json.loads(text), images_beside(rollouts).url))
 
 
 def _routing_columns(routing: Routing | None) -> dict[str, Any]:
@@ -307,8 +338,8 @@ def _probabilities(row: Mapping[str, Any]) -> Probabilities | None:
     return Probabilities(Support(sizes, ids), values)
 
 
-def _call(text: str) -> ModelCall:
-    fields = json.loads(text)
+def _call(text: str, url: Url | None) -> ModelCall:
+    fields = json.loads(text) if url is None else resolved(json.loads(text), url)
     return ModelCall(**{**fields, "messages": tuple(fields["messages"]), "tools": tuple(fields.get("tools", ()))})
 
 

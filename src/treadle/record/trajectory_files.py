@@ -12,6 +12,7 @@ Text is tokenized once, by the template of the learning model; its ids may diffe
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from treadle.core.outcomes import was_played
 from treadle.core.text import read_json
 from treadle.core.types import Failure, Status, Task, Trajectory
 from treadle.record.atif import as_atif, from_atif, is_atif
+from treadle.record.image_files import ImageFiles, Put, Url, name_of, named, referred, resolved
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged, start_on_record
 from treadle.record.rollout_store import STEP_SCHEMA, step_of, step_row
 from treadle.rendering.texts import TokenTexts, messages_of
@@ -57,13 +59,14 @@ _SCHEMA = pa.schema(
         "start_steps": pa.int32(),
         "start_probability": pa.float64(),
         "steps": pa.list_(pa.struct([*_STEPS, ("prompt", pa.string()), ("completion", pa.string())])),
+        "image_files": pa.map_(pa.string(), pa.binary()),  # those that messages, steps and task name
     }
 )
 _AS_JSON = ("task", "tools", "failure")  # columns stored as JSON text in Parquet
 
 
-def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "") -> dict[str, Any]:
-    """Return a trajectory as plain data, with the exact ids of its steps, and their texts.
+def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "", put: Put = name_of) -> dict[str, Any]:
+    """Return a trajectory as plain data, with the exact ids of its steps, and their texts. put: writes images.
 
     Its messages are those of the last played step, as a client sent them, or read back from its ids. Only clients
     send tools; templates write them into messages. model: sampling model, a run.
@@ -78,8 +81,8 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "") 
         "split": recorded.split,
         "attempt": t.attempt,
         "task_id": t.task_id,
-        "task": asdict(recorded.task),
-        "messages": [*chat.messages, chat.reply] if chat else list(read),
+        "task": referred(asdict(recorded.task), put),
+        "messages": referred([*chat.messages, chat.reply], put) if chat else list(read),
         "tools": list(chat.tools) if chat else [],
         "reward": t.reward,
         "components": recorded.components,
@@ -94,7 +97,7 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "") 
         "start_probability": t.start.probability if t.start else None,
         "steps": [
             {
-                **{name: _plain(value) for name, value in step_row(step).items() if name not in _ROUTING},
+                **{name: _plain(value) for name, value in step_row(step, put).items() if name not in _ROUTING},
                 "components": dict(step.given.components),
                 "prompt": texts.decode(step.prompt_ids),
                 "completion": texts.decode(step.completion_ids),
@@ -133,9 +136,28 @@ def write_trajectories(
                         directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
             return count
         with _replacing(path) as temporary:
-            records = (as_record(trajectory, texts, model) for trajectory in counted())
-            (_write_parquet if form == "parquet" else _write_lines)(temporary, records)
+            if form == "parquet":
+                _write_parquet(temporary, _with_files(counted(), texts, model))
+            else:
+                put = _files_beside(path).put
+                _write_lines(temporary, (as_record(trajectory, texts, model, put) for trajectory in counted()))
     return count
+
+
+def _files_beside(path: Path) -> ImageFiles:
+    return ImageFiles(path.with_name(f"{path.stem}-images"))
+
+
+def _with_files(trajectories: Iterable[RecordedTrajectory], texts: TokenTexts, model: str) -> Iterator[dict[str, Any]]:
+    """Yield records with the content of their images."""
+    for trajectory in trajectories:
+        urls: dict[str, None] = {}
+
+        def put(url: str, urls: dict[str, None] = urls) -> str:
+            urls[url] = None
+            return name_of(url)
+
+        yield {**as_record(trajectory, texts, model, put), "image_files": list(map(named, urls))}
 
 
 @contextmanager
@@ -208,7 +230,8 @@ def _read(row: Any, where: str, path: Path) -> RecordedTrajectory | LoggedConver
         if is_atif(row):
             return from_atif(row, where, path)
         if isinstance(row.get("steps"), list):
-            return _from_record(row, where)
+            files = {name: _url_of(name, content) for name, content in row.get("image_files") or ()}
+            return _from_record(row, where, files.__getitem__ if files else _files_beside(path).url)
         if "messages" in row:
             return logged(row, where)
     except (KeyError, TypeError, ValueError) as error:
@@ -219,13 +242,19 @@ def _read(row: Any, where: str, path: Path) -> RecordedTrajectory | LoggedConver
     raise DataError(f"{where}: no trajectory: it has neither 'steps' nor 'messages', but {', '.join(row) or 'nothing'}")
 
 
-def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
+def _url_of(name: str, content: bytes) -> str:
+    if named(url := f"data:image/{name.partition('.')[2]};base64,{b64encode(content).decode()}")[0] != name:
+        raise DataError(f"the image {name} is not what its name says")
+    return url
+
+
+def _from_record(row: Mapping[str, Any], where: str, url: Url) -> RecordedTrajectory:
     task, failure = (read_json(row[name]) if isinstance(row[name], str) else row[name] for name in ("task", "failure"))
     trajectory = Trajectory(
         trajectory_id=row["trajectory_id"],
         task_id=row["task_id"],
         attempt=row["attempt"],
-        steps=tuple(map(step_of, row["steps"])),
+        steps=tuple(step_of(step, url) for step in row["steps"]),
         reward=row["reward"],
         status=Status(row["status"]),
         failure=Failure(Cause(failure["cause"]), failure["message"], failure["traceback"]) if failure else None,
@@ -233,7 +262,8 @@ def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
         seconds=row["seconds"],
         start=start_on_record(row),
     )
-    return RecordedTrajectory(where, row["split"], row["group_id"], Task(**task), trajectory, row["vocabulary"])
+    played = Task(**resolved(task, url))
+    return RecordedTrajectory(where, row["split"], row["group_id"], played, trajectory, row["vocabulary"])
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -18,8 +18,8 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
 from treadle.rendering import replies
 from treadle.rendering.grammars import Grammars
-from treadle.rendering.pictures import ImagePlaces
 from treadle.rendering.identity import flat, parsed
+from treadle.rendering.pictures import ImagePlaces
 from treadle.rendering.probes import (
     PROBE,
     Shape,
@@ -106,8 +106,13 @@ class ChatRenderer:
         parts = SimpleNamespace(
             backend_tokenizer=self._backend, chat_template=self._sources, special_tokens_map=self._variables
         )
-        options = {"chat_template_kwargs": self.options, "roles": self.roles, "began": self.began}
-        made = partial(ChatRenderer, **options, images=self.images.processor)
+        made = partial(
+            ChatRenderer,
+            chat_template_kwargs=self.options,
+            roles=self.roles,
+            began=self.began,
+            images=self.images.processor,
+        )
         return made, (parts, self.stop_ids), {"_label": self._label}
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
@@ -117,7 +122,7 @@ class ChatRenderer:
     def write(
         self, messages: Sequence[Plain], tools: Sequence[Any] | None, options: Variables, generation_prompt: bool
     ) -> str:
-        """Render a conversation to text, as `ChatTemplate.render` does, with what stands for images. Raises DataError."""
+        """Render a conversation to text, as `ChatTemplate.render` does; images as their text. Raises DataError."""
         if any(message.get("images") for message in messages):
             text = self.write([self.images.in_parts(m) for m in messages], tools, options, generation_prompt)
             return self.images.expanded(text, [url for m in messages for url in m.get("images") or ()])

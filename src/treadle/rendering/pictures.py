@@ -16,7 +16,7 @@ import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.images import PLACE, PromptImage
-from treadle.core.types import Ids, Message
+from treadle.core.types import Ids
 from treadle.rendering.structure import Structure
 from treadle.rendering.template import Plain
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from treadle.models.vision import ImageProcessor, Prepared
 
 _NO_PROCESSOR = (
-    "the conversation has an image, and the model takes none: use a model with a vision tower and its processor's files "
-    "(preprocessor_config.json) beside the tokenizer's, or leave images out"
+    "the conversation has an image, and the model takes none: use a model with a vision tower, whose directory has "
+    "its processor's files (preprocessor_config.json), or leave images out"
 )
 
 

@@ -28,7 +28,9 @@ import numpy as np
 
 from treadle.core.engine import Completion
 from treadle.core.errors import DataError
+from treadle.core.images import PromptImage
 from treadle.core.types import DropReason, Ids, SamplingParams, Start, Step
+from treadle.rendering.identity import Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,18 +45,26 @@ class AnsweredCall:
 CHANGED = ": it is not deterministic, or was changed (replayable = False on it: no starts)"
 
 
-def request_digest(prompt: Ids, sampling: SamplingParams) -> bytes:
+def request_digest(prompt: Ids, images: Sequence[PromptImage], sampling: SamplingParams) -> bytes:
     """Return a digest of a request, excluding its seed, which follows from the call's number."""
     asked = blake2b(repr(replace(sampling, seed=0)).encode(), digest_size=16)
     asked.update(prompt.tobytes())
+    for image in images:
+        asked.update(image.processed.encode())
     return asked.digest()
+
+
+def _asks(step: Step, prompt: Prompt) -> bool:
+    """Return whether a recorded step has this prompt, and the same pictures in it."""
+    pictures = [[image.processed for image in images] for images in (step.images, prompt.images)]
+    return np.array_equal(step.prompt_ids, prompt.ids) and pictures[0] == pictures[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
     """The first steps of a recorded attempt at a task, as context of another attempt at it. Created by `Prefix.of`.
 
-    start: recorded with the new attempt. steps: as recorded. after: prompt of the recorded attempt's next step, which
+    start: recorded with the new attempt. steps: as recorded. after: the recorded attempt's next step, whose prompt
     shows the environment's answer to the last one; None without one.
 
     >>> runner.start(group_id, task, addresses, prefixes={0: Prefix.of("g000012.3", trajectory.steps, 2)})
@@ -62,7 +72,7 @@ class Prefix:
 
     start: Start
     steps: tuple[Step, ...]
-    after: Ids | None = None
+    after: Step | None = None
 
     @classmethod
     def of(cls, source: str, steps: Sequence[Step], count: int) -> Prefix:
@@ -80,7 +90,7 @@ class Prefix:
                     "was cancelled" if cancelled else "has no ids" if step.is_text else "goes with other models' calls"
                 )
                 raise DataError(f"{source} cannot be replayed up to step {count}: step {number} {why}")
-        after = steps[count].prompt_ids if count < len(steps) else None
+        after = steps[count] if count < len(steps) else None
         return cls(Start(source, count), tuple(steps[:count]), after)
 
 
@@ -112,17 +122,17 @@ class Replay:
         self.is_outdated, self.lost_start = False, ""
         self.on_divergence: Callable[[], object] = lambda: None
 
-    async def context(self, number: int, prompt: Ids) -> Step | None:
+    async def context(self, number: int, prompt: Prompt) -> Step | None:
         """Return the prefix's step with this prompt; None after the prefix. Never returns if the prompt is another one:
         observations differ.
 
         Concurrent calls may arrive in another order.
         """
         for candidate in (number, *sorted(self._context)) if number < self.first else ():
-            if candidate in self._context and np.array_equal(self._context[candidate].prompt_ids, prompt):
+            if candidate in self._context and _asks(self._context[candidate], prompt):
                 return self._context.pop(candidate)
         after = None if self.prefix is None else self.prefix.after
-        if number < self.first or (number == self.first and after is not None and not np.array_equal(after, prompt)):
+        if number < self.first or (number == self.first and after is not None and not _asks(after, prompt)):
             await self.lose_start(
                 number, f"did not repeat its observations when recorded replies were replayed{CHANGED}"
             )

@@ -339,7 +339,7 @@ class Session:
         self, number: int, prompt: Prompt, options: CallOptions, grammar: str
     ) -> tuple[Step, str, str | None]:
         """Return step, text and stop string of a call."""
-        context = await self._spec.replay.context(number, prompt.ids) if self._spec.replay else None
+        context = await self._spec.replay.context(number, prompt) if self._spec.replay else None
         if context is None:
             step = await self._sampled(number, prompt, options, grammar)
         else:
@@ -357,7 +357,7 @@ class Session:
         if options.max_tokens is not None:
             sampling = replace(sampling, max_tokens=options.max_tokens)
         engine, replay = self._spec.engine, self._spec.replay
-        request = request_digest(prompt.ids, sampling) if replay else b""
+        request = request_digest(prompt.ids, prompt.images, sampling) if replay else b""
         recorded = await replay.answer(number, request) if replay else None
         if recorded is not None and recorded.number != number:
             sampling = replace(sampling, seed=self._seed(recorded.number))
@@ -381,12 +381,15 @@ class Session:
                 routing=completion.routing,
                 support=completion.support,
                 probabilities=completion.probabilities,
+                images=prompt.images,
             )
             return self._steps[number]
 
         try:
             if recorded is None:
-                completion = await engine.generate(prompt.ids, sampling, session=self._calls.session)
+                completion = await engine.generate(
+                    prompt.ids, sampling, session=self._calls.session, images=prompt.images
+                )
                 await self._check_version(number, completion)
             else:
                 completion = recorded.completion
