@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
+from treadle.core.images import OWN, PLACE
 from treadle.core.outcomes import NOT_PLAYED
-from treadle.core.types import PLAYERS, role_of
+from treadle.core.types import PLAYERS, Ids, role_of
 from treadle.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -72,10 +73,21 @@ def as_json(
     for step, facts in zip(steps, shown, strict=True):
         (ids, length), new = texts.call(step), facts["relation"]["shared"]
         facts["new_prompt_tokens"] = None if step.is_text else length - new
-        facts["new_prompt_text"], facts["reply_text"] = texts.decode(ids[new:length]), texts.decode(ids[length:])
+        facts["new_prompt_text"], facts["reply_text"] = (
+            _with_pictures(ids[new:length], texts),
+            texts.decode(ids[length:]),
+        )
         facts["tokens"] = _tokens(step, facts.pop("columns"), texts)
         facts["segment"] = sum(compaction.step <= facts["step"] for compaction in compacted)
     return {**head, "compactions": [asdict(compaction) for compaction in compacted], "steps": shown}
+
+
+def _with_pictures(ids: Ids, texts: TokenTexts) -> str:
+    """Return the text of a prompt's ids, with `[image 8780b55a1c20, 4 tokens]` for each image."""
+    pictures = (texts.images.image(ident) for ident in ids[ids >= OWN].tolist())
+    names = iter([f"[image {image.sha256[:12]}, {image.tokens} tokens]" for image, number in pictures if number == 0])
+    head, *parts = texts.decode(ids).split(PLACE) if len(ids) else [""]
+    return head + "".join(next(names, PLACE) + part for part in parts)
 
 
 def _tokens(step: Step, columns: dict[str, list[Any]], texts: TokenTexts) -> list[dict[str, Any]]:
@@ -149,7 +161,8 @@ def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
     decode = texts.decode
     parts: list[Part] = []
     for step, relation in zip(steps, step_relations(steps, texts), strict=True):
-        parts += [(decode(step.prompt_ids[relation.shared :]), "dim"), (decode(step.completion_ids), "bold cyan")]
+        ids, length = texts.call(step)
+        parts += [(_with_pictures(ids[relation.shared : length], texts), "dim"), (decode(ids[length:]), "bold cyan")]
     console.text(*parts)
     console.line(f"-> {ending(row)}, {len(steps)} step{'s' if len(steps) != 1 else ''}", style="bold")
 

@@ -110,7 +110,7 @@ class PromptImage:
     start: int
     length: int
     grid: tuple[int, ...]
-    url: str = field(repr=False, compare=False)
+    url: str = field(repr=False)
 
     def places(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the positions of its placeholders in the prompt's ids, int64[tokens]. Raises DataError."""

@@ -34,7 +34,18 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.core.rewards import PLAIN
-from treadle.core.types import DropReason, Group, Ids, Status, Step, StepState, StopReason, Trajectory, common_prefix
+from treadle.core.types import (
+    DropReason,
+    Group,
+    Ids,
+    Status,
+    Step,
+    StepState,
+    StopReason,
+    Trajectory,
+    common_prefix,
+    seen_ids,
+)
 
 NOT_PLAYED = frozenset({DropReason.CANCELLED, DropReason.REJECTED})
 """Reasons of steps that the episode did not use. Steps dropped for any other reason were played."""
@@ -254,12 +265,12 @@ def computed_tokens(steps: Iterable[Step]) -> int:
     Newly read are prompt tokens after the longest common prefix with the previous call's prompt and completion. For
     text-only calls, the growth of the prompt counts.
     """
-    total, before, count = 0, np.empty(0, np.int32), 0
-    for step in steps:
-        known = min(step.prompt_tokens, count) if step.is_text else common_prefix(step.prompt_ids, before)
+    total, before, count, steps = 0, np.empty(0, np.int32), 0, [*steps]
+    for step, ids in zip(steps, seen_ids(steps), strict=True):
+        known = min(step.prompt_tokens, count if step.is_text else common_prefix(ids, before))
         count = step.prompt_tokens + step.completion_tokens
         total += count - known
-        before = step.full_ids
+        before = ids
     return total
 
 

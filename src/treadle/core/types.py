@@ -18,7 +18,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, NotRequired, TypedDict
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
-from treadle.core.images import PLACE, ImageLimits, Picture, PromptImage, read_image
+from treadle.core.images import PLACE, ImageIds, ImageLimits, Picture, PromptImage, read_image
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.support import Probabilities, Support
@@ -665,6 +665,15 @@ def _as_tool_call(value: Any, where: str) -> ToolCall:
         raise DataError(f"{where}: a tool call needs function.name and function.arguments, got {value!r}")
     called = FunctionCall(name=function["name"], arguments=arguments_text(function.get("arguments")))
     return ToolCall(id=str(value.get("id", "")), type="function", function=called)
+
+
+def seen_ids(steps: Iterable[Step]) -> Iterator[Ids]:
+    """Yield each step's ids int32[P + C], with ids of their own for the placeholders of images (`ImageIds`): they agree
+    as far as the model saw the same.
+    """
+    own = ImageIds()
+    for step in steps:
+        yield np.concatenate([own.put(step.prompt_ids, step.images), step.completion_ids])
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

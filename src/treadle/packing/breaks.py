@@ -42,7 +42,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from treadle.core.types import BreakCause, Ids, Step, common_prefix
+from treadle.core.types import BreakCause, Ids, Step, common_prefix, seen_ids
 from treadle.packing.flat import FlatBatch, Indices, PackedCall
 
 Decode = Callable[[Ids], str]
@@ -228,7 +228,7 @@ def parent_steps(batch: FlatBatch) -> Indices:
 
 def calling_steps(steps: Sequence[Step]) -> Indices:
     """Return int64[T]: the same for the T steps of one trajectory, in call order, inferred from ids alone."""
-    calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
+    calls = [PackedCall(ids, len(step.prompt_ids), 0) for step, ids in zip(steps, seen_ids(steps), strict=True)]
     return callers(relations(calls, _no_text, [step.break_cause for step in steps]))
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.core.outcomes import was_played
-from treadle.core.types import BreakCause, Ids, Step, common_prefix
+from treadle.core.types import BreakCause, Ids, Step, common_prefix, seen_ids
 from treadle.packing.breaks import Relation, callers
 from treadle.packing.flat import PackedCall
 
@@ -37,8 +37,8 @@ class RecordedCall(NamedTuple):
 
 def recorded_calls(steps: Sequence[Step]) -> list[RecordedCall]:
     return [
-        RecordedCall(n, PackedCall(s.full_ids, len(s.prompt_ids), first=0), s.break_cause, s.summary, was_played(s))
-        for n, s in enumerate(steps)
+        RecordedCall(n, PackedCall(ids, len(s.prompt_ids), first=0), s.break_cause, s.summary, was_played(s))
+        for n, (s, ids) in enumerate(zip(steps, seen_ids(steps), strict=True))
     ]
 
 

@@ -42,7 +42,8 @@ _ROUTING = ("routing", "routing_shape")
 _FUNCTION = pa.struct(dict.fromkeys(("name", "arguments"), pa.string()))
 _CALL = pa.struct({"id": pa.string(), "type": pa.string(), "function": _FUNCTION})
 _TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
-_MESSAGES = pa.list_(pa.struct({**dict.fromkeys(_TEXTS, pa.string()), "tool_calls": pa.list_(_CALL)}))
+_LISTS = {"tool_calls": pa.list_(_CALL), "images": pa.list_(pa.string())}
+_MESSAGES = pa.list_(pa.struct({**dict.fromkeys(_TEXTS, pa.string()), **_LISTS}))
 _STEPS = [field for field in STEP_SCHEMA if field.name not in _ROUTING]
 _SCHEMA = pa.schema(
     {
@@ -74,7 +75,7 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "", 
     t = recorded.trajectory
     played = [step for step in t.steps if was_played(step)]
     chat = played[-1].chat if played else None
-    read = messages_of(played[-1].full_ids.tolist(), texts) if played and chat is None else []
+    read = messages_of(texts.call(played[-1])[0].tolist(), texts) if played and chat is None else []
     return {
         "trajectory_id": t.trajectory_id,
         "group_id": recorded.group_id,
@@ -82,7 +83,7 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "", 
         "attempt": t.attempt,
         "task_id": t.task_id,
         "task": referred(asdict(recorded.task), put),
-        "messages": referred([*chat.messages, chat.reply], put) if chat else list(read),
+        "messages": referred([*chat.messages, chat.reply] if chat else read, put),
         "tools": list(chat.tools) if chat else [],
         "reward": t.reward,
         "components": recorded.components,
@@ -99,7 +100,7 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "", 
             {
                 **{name: _plain(value) for name, value in step_row(step, put).items() if name not in _ROUTING},
                 "components": dict(step.given.components),
-                "prompt": texts.decode(step.prompt_ids),
+                "prompt": texts.decode(texts.images.put(step.prompt_ids, step.images)),
                 "completion": texts.decode(step.completion_ids),
             }
             for step in t.steps

@@ -49,15 +49,17 @@ class ImagePlaces:
         number of them, or an image that cannot be processed.
         """
         name = self._structure.names.get(self._own.name)
-        pieces = text.split(name) if name else [text]
-        if len(pieces) != len(urls) + 1:
+        # Not `split`: a name as a message's text, between two structural tokens, is no private name.
+        places = [match for match in self._structure.pattern.finditer(text) if match[0] == name]
+        if len(places) != len(urls):
             raise DataError(
-                f"the chat template writes {len(pieces) - 1} placeholders {self._own.name} for {len(urls)} images, so "
+                f"the chat template writes {len(places)} placeholders {self._own.name} for {len(urls)} images, so "
                 "that the model would not see all of them: it may leave out images of some roles (model.roles: {tool: "
                 "user}), or need another template (model.chat_template)"
             )
         made = [self._structure.claim(self._prepared(url).text) for url in urls]
-        return "".join(piece for pair in zip(pieces, [*made, ""], strict=True) for piece in pair)
+        begins, ends = [0, *(place.end() for place in places)], [*(place.start() for place in places), len(text)]
+        return "".join(text[a:b] + image for a, b, image in zip(begins, ends, [*made, ""], strict=True))
 
     def placed(self, ids: Ids, messages: Sequence[Mapping[str, Any]]) -> tuple[PromptImage, ...]:
         """Return where the images of messages are in a prompt's ids int32[P]. Raises DataError if they do not fit."""

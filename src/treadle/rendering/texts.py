@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import BaseModel
 
+from treadle.core.images import OWN, PLACE, ImageIds
 from treadle.core.text import escape_text
 from treadle.core.types import Ids, Message, Step
 from treadle.rendering.grammars import Grammars
@@ -31,10 +32,13 @@ class Span(BaseModel):
 
 
 class TokenTexts:
-    """Texts of tokens for display: control characters and bidirectional marks as escapes."""
+    """Texts of tokens for display: control characters and bidirectional marks as escapes.
+
+    images: ids of the placeholders in calls (`call`); the first one of an image reads as `PLACE`, the others as nothing.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.images = tokenizer, ImageIds()
         self.grammars = Grammars(tokenizer) if tokenizer else None
         self._cache: dict[int, str] = {}
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids) if tokenizer else []
@@ -51,11 +55,13 @@ class TokenTexts:
     def piece(self, ident: int) -> str:
         """Return the text of one token; for part of a character, its vocabulary entry; without one, its id."""
         text = self.raw(ident)
-        if not text or _PIECE in text:
+        if ident < OWN and (not text or _PIECE in text):
             return (self._tokenizer and self._tokenizer.id_to_token(ident)) or f"[{ident}]"
         return text
 
     def raw(self, ident: int) -> str:
+        if ident >= OWN:
+            return self._decode([ident])
         if self._tokenizer is None:
             return ""
         return self._decode([ident]) if ident in self.special else self.text([ident])
@@ -85,16 +91,23 @@ class TokenTexts:
 
     def decode(self, ids: Ids) -> str:
         """Return the text of consecutive tokens; without a tokenizer, their ids."""
-        numbers = ids.tolist()
-        return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
+        return self._decode(ids.tolist())
 
     def call(self, step: Step) -> tuple[Ids, int]:
-        """Return the ids of a step, int32[P + C], and P, the number of prompt ids."""
-        return step.full_ids, len(step.prompt_ids)
+        """Return the ids of a step, int32[P + C], with those of `images`, and P, the number of prompt ids."""
+        prompt = self.images.put(step.prompt_ids, step.images)
+        return np.concatenate([prompt, step.completion_ids]), len(prompt)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None
+        if max(ids, default=0) >= OWN:
+            runs = groupby(ids, key=lambda ident: ident >= OWN)
+            return "".join(self._pictures(run) if own else self._decode([*run]) for own, run in runs)
+        if self._tokenizer is None:
+            return "".join(f"[{ident}]" for ident in ids)
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _pictures(self, ids: Iterable[int]) -> str:
+        return PLACE * sum(self.images.image(ident)[1] == 0 for ident in ids)
 
 
 def _writable(text: str) -> str:
@@ -245,4 +258,7 @@ def messages_of(ids: Sequence[int], texts: TokenTexts) -> list[Message]:
             messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
         else:
             messages[-1]["content"] += text
+            pictures = [texts.images.image(ident) for ident in ids[span.start : span.end] if ident >= OWN]
+            if urls := [image.url for image, number in pictures if number == 0]:
+                messages[-1]["images"] = messages[-1].get("images", []) + urls
     return messages

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from treadle.core.errors import DamageError, RunError, TreadleError
+from treadle.core.images import OWN
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step, StepState, common_prefix, role_of
@@ -45,7 +46,16 @@ def view_trajectory(run: Run, trajectory_id: Key) -> Json:
         "metrics": {name: e["value"] for name, e in json.loads(row["metrics"]).items()},  # {"tool_calls": 2.0}
         "siblings": names,
         **run.ledger.trajectory_neighbors(trajectory_id, row["group_id"]),
-        **{"steps": [], "columns": [], "segments": [], "texts": {}, "special": [], "cost": None, "compactions": []},
+        **{
+            "steps": [],
+            "columns": [],
+            "segments": [],
+            "texts": {},
+            "special": [],
+            "pictures": {},
+            "cost": None,
+            "compactions": [],
+        },
     }
     try:
         rows, steps = run.ledger.steps(trajectory_id), run.steps(row["shard"], trajectory_id)
@@ -126,12 +136,19 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
 
 
 def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[int]]:
-    """Return the prefix tree of some calls, with the text of each token id, and the segment in which each call ends."""
+    """Return the prefix tree of some calls, with the text of each token id, and the segment in which each call ends.
+
+    pictures: id of an image's first placeholder -> its data URL.
+    """
     segments, ends = prefix_segments(calls)
     for segment in segments:
         segment.joined = texts.joined(segment.ids)
     shown = texts.all(ident for segment in segments for ident in segment.ids)
-    return {"segments": segments, "texts": shown, "special": sorted(shown.keys() & texts.special)}, ends
+    pictures = {
+        ident: image.url for ident in shown if ident >= OWN for image, n in [texts.images.image(ident)] if not n
+    }
+    tree = {"segments": segments, "texts": shown, "special": sorted(shown.keys() & texts.special)}
+    return {**tree, "pictures": pictures}, ends
 
 
 def _relation(relation: Json) -> Json:
@@ -255,7 +272,7 @@ def search_update(run: Run, update: Number, text: Annotated[str, Query(min_lengt
 def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts) -> Iterator[Json]:
     before = None
     for number, step in enumerate(steps):
-        ids = step.full_ids
+        ids, _ = texts.call(step)
         decoded = texts.decode(ids[common_prefix(before, ids) if before is not None else 0 :])
         before = ids
         start = decoded.lower().find(text.lower())

@@ -35,6 +35,8 @@ function Token({unit, shown}) {
   const value = sampled && column ? values[column.name]?.[unit.at - start] : null;
   const masked = sampled && values.mask && !values.mask[unit.at - start];
   const style = value === null || value === undefined ? null : {backgroundColor: tokenColour(column.scale, value, range)};
+  const picture = view.pictures?.[unit.id];
+  if (picture) return h("img", {class: `picture${pinned === unit.at ? " pinned" : ""}`, "data-at": unit.at, src: picture, alt: "image"});
   return h("span", {class: `t${sampled ? " s" : ""}${masked ? " masked" : ""}${pinned === unit.at ? " pinned" : ""}`, "data-at": unit.at, style}, unit.text);  // escaped by the server
 }
 
