@@ -34,7 +34,7 @@ class Span(BaseModel):
 class TokenTexts:
     """Texts of tokens for display: control characters and bidirectional marks as escapes.
 
-    images: ids of the placeholders in calls (`call`); the first one of an image reads as `PLACE`, the others as nothing.
+    images: ids of placeholders in calls (`call`); the first one of an image reads as `PLACE`, the others as nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
