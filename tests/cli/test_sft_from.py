@@ -15,6 +15,7 @@ from treadle import train as from_python
 from treadle.core.errors import Cause, ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Step, Task, Trajectory
+from treadle.record.image_files import name_of
 from treadle.record.record import Record
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory
 from treadle.record.rollout_store import step_row
@@ -159,7 +160,7 @@ def test_a_file_gives_the_trajectories_of_its_run(tmp_path: Path, broken: Path) 
             assert (other.task, other.group_id, other.split) == (one.task, one.group_id, one.split)
             assert other.vocabulary == one.vocabulary and other.reward == one.reward
             for a, b in zip(one.trajectory.steps, other.trajectory.steps, strict=True):
-                assert str(step_row(a)) == str(step_row(b))
+                assert str(step_row(a, name_of)) == str(step_row(b, name_of))
 
 
 SAID = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]

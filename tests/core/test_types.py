@@ -171,7 +171,7 @@ def test_content_may_be_text_parts_and_an_assistants_may_be_missing() -> None:
     rows: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in said]
     assert [message["content"] for message in as_messages(rows, "row 3")] == ["a\nb", "ab", ""]
     with pytest.raises(DataError, match="needs string role and content"):
-        as_messages([{"role": "user", "content": [{"type": "image_url"}]}], "row 3")
+        as_messages([{"role": "user", "content": [{"type": "input_audio"}]}], "row 3")
 
 
 @pytest.mark.parametrize(

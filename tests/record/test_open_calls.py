@@ -19,6 +19,7 @@ from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DamageError
 from treadle.core.files import WrittenFile
 from treadle.core.types import Status, StopReason, Trajectory
+from treadle.record.image_files import name_of
 from treadle.record.ledger import Ledger
 from treadle.record.open_calls import OpenCalls, restorable_calls
 from treadle.record.rollout_store import open_steps, packed_step
@@ -76,7 +77,7 @@ def test_a_call_comes_back_as_it_was(ledger: Ledger) -> None:
 def test_tokens_that_are_in_no_shard_yet_are_compared(table: str, ledger: Ledger) -> None:
     record(ledger, 1, call(0, 4))
     played = Trajectory("a", "t", 0, (make_step(),), None, Status.UNRATED)
-    ledger.record_open(make_group(0, played, name="t"), {0: packed_step("t", "a", 0, make_step())})
+    ledger.record_open(make_group(0, played, name="t"), {0: packed_step("t", "a", 0, make_step(), name_of)})
     with ledger.transaction() as db:
         db.execute(f"UPDATE {table} SET tokens = CAST(substr(tokens, 1, 99) AS BLOB)")
     with pytest.raises(DamageError, match=f"is damaged: tokens in {table} are not as they were written; restore it"):

@@ -25,6 +25,7 @@ from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.core.types import SamplingParams
 from treadle.plan.config import RunConfig
 from treadle.plan.inputs import IN_MEMORY
+from treadle.record.image_files import name_of
 from treadle.record.ledger_reader import OPEN_SHARD
 from treadle.record.record import Record
 from treadle.record.recorded import RecordedTrajectory
@@ -224,7 +225,13 @@ async def test_a_server_goes_on_with_a_run_and_shards_lose_nothing(
 def described(path: Path) -> list[Any]:
     """Everything of all trajectories of a run, bits included."""
     return [
-        (t.trajectory.trajectory_id, t.task_id, t.attempt, t.reward, [str(step_row(s)) for s in t.trajectory.steps])
+        (
+            t.trajectory.trajectory_id,
+            t.task_id,
+            t.attempt,
+            t.reward,
+            [str(step_row(s, name_of)) for s in t.trajectory.steps],
+        )
         for t in Record.open(path).trajectories()
     ]
 

@@ -25,6 +25,7 @@ from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Routing, SamplingParams, Status, Step, StopReason, Trajectory
 from treadle.plan.inputs import load_inputs
+from treadle.record.image_files import name_of
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import OPEN_SHARD
 from treadle.record.record import Record
@@ -146,7 +147,7 @@ def test_steps_in_the_ledger_give_back_every_bit(
     with closing(Ledger(run / "ledger.sqlite")) as ledger:
         for end in range(1, len(recorded) + 1):
             trajectory = Trajectory("a", "t", 0, tuple(recorded[:end]), None, Status.UNRATED)
-            rows = {n: packed_step("t", "a", n, recorded[n]) for n in range(max(0, end - 1 - known), end)}
+            rows = {n: packed_step("t", "a", n, recorded[n], name_of) for n in range(max(0, end - 1 - known), end)}
             ledger.record_open(make_group(0, trajectory, name="t"), rows)
             found = read_steps(run / "rollouts", ledger.shard(OPEN_SHARD), "a")
             assert [plain(step) for step in found] == [plain(step) for step in recorded[:end]]

@@ -28,6 +28,7 @@ from treadle.core.types import (
 )
 from treadle.envs.base import Environment, EnvStep
 from treadle.packing.flat import calls, flatten
+from treadle.record.image_files import name_of
 from treadle.record.rollout_store import step_of, step_row
 from treadle.rollout.config import StartsConfig
 from treadle.rollout.replay import Prefix
@@ -259,7 +260,7 @@ class Sandbox(Environment):
 
 def kept(trajectory: Trajectory) -> Trajectory:
     """As it comes back from a shard."""
-    return replace(trajectory, steps=tuple(step_of(step_row(step)) for step in trajectory.steps))
+    return replace(trajectory, steps=tuple(step_of(step_row(step, name_of)) for step in trajectory.steps))
 
 
 def in_sandbox(prefix: Prefix | None = None, begins: bool = True) -> tuple[Trajectory, int]:
