@@ -16,10 +16,12 @@ from tests.seeing import FAMILIES, picture, write
 from tests.worlds import user
 from treadle.core.errors import DataError
 from treadle.core.images import PLACE, read_image
-from treadle.core.types import BreakCause, Message, as_messages
+from treadle.core.types import BreakCause, Message, as_messages, in_parts
+from treadle.envs.base import EnvStep
 from treadle.models.vision import ImageProcessor
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
+from treadle.rollout.drivers.history import History
 
 Open = Callable[[str], ChatRenderer]
 SIZES = ((32, 32), (64, 32), (16, 48), (100, 70))
@@ -191,3 +193,19 @@ def test_errors_do_not_repeat_images() -> None:
     with pytest.raises(DataError) as caught:
         as_messages([{"role": "user", "content": 7, "images": [url * 10]}], "test")
     assert len(str(caught.value)) < 700
+
+
+@given(st.lists(st.sampled_from(["Look: ", "\n"]) | st.integers(0, 3), max_size=5))
+@settings(deadline=None, max_examples=20)
+def test_messages_survive_openais_form(parts: list[str | int]) -> None:
+    parts = [
+        part for at, part in enumerate(parts) if isinstance(part, int) or at == 0 or isinstance(parts[at - 1], int)
+    ]
+    message = seen(*parts)
+    assert as_messages([in_parts(message)], "test") == (message,)
+
+
+def test_one_message_of_everything_holds_no_images() -> None:
+    history = History([said("Begin.")], single_message=True)
+    with pytest.raises(DataError, match=r"set rollout\.conversation to turns"):
+        history.add(said("look"), EnvStep([seen(1)]))

@@ -577,6 +577,19 @@ def as_messages(
     return messages
 
 
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message as OpenAI's chat completions take it: images as parts of the content."""
+    if not message.get("images"):
+        return message
+    parts: list[Any] = []
+    images = iter(message["images"])
+    for number, text in enumerate(message["content"].split(PLACE)):
+        if number:
+            parts.append({"type": "image_url", "image_url": {"url": next(images)}})
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return {**{key: item for key, item in message.items() if key != "images"}, "content": parts}
+
+
 _OPTIONAL = ("reasoning_content", "tool_call_id", "name")
 
 

@@ -13,7 +13,7 @@ import httpx
 
 from treadle.core.errors import EngineError
 from treadle.core.text import keys_in, read_json, redacted, without_keys
-from treadle.core.types import Message, StopReason, as_messages
+from treadle.core.types import Message, StopReason, as_messages, in_parts
 
 FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between attempts
 _PASSING = (408, 409, 429, 500, 502, 503, 504, 529)  # transient statuses
@@ -194,7 +194,9 @@ class ChatEndpoint(Endpoint[ChatAnswer]):
         **options: Any,
     ) -> ChatAnswer:
         """Return the reply to a conversation. options: fields of this request. Raises EngineError as `post` does."""
-        return await self.post({"model": self.model, "messages": messages, **self._options, **options}, on_try)
+        return await self.post(
+            {"model": self.model, "messages": [*map(in_parts, messages)], **self._options, **options}, on_try
+        )
 
     def _read(self, text: str) -> ChatAnswer:
         return _read(text)

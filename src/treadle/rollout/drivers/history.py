@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treadle.core.errors import DataError
 from treadle.core.types import BreakCause, Message
 from treadle.envs.base import INTRODUCTION, EnvStep
 from treadle.rendering import identity
@@ -37,6 +38,11 @@ class History:
         before = self.messages if answer.rejected else self._with(reply)
         observations = list(answer.observations)
         if self._single:
+            if any(message.get("images") for message in observations):
+                raise DataError(
+                    "an observation has an image, which the assistant's message cannot have that holds everything; set "
+                    "rollout.conversation to turns"
+                )
             text = "".join(message["content"] for message in (before[-1], *observations))
             before, observations = [*before[:-1], Message(role="assistant", content=text)], []
         after = [*(before if answer.history is None else answer.history), *observations]
