@@ -124,7 +124,7 @@ class Run:
             plan.engine,
             self.renderer,
             self.trainer,
-            partial(load_model, config.model, config.seed, config.training.lora),
+            partial(load_model, config.model, config.seed, config.training.lora, whole=config.training.trains_tower),
             path,
             config.training.routing_replay,
             plan.loop.pinned,

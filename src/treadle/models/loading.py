@@ -6,17 +6,20 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -45,26 +48,28 @@ def make_model(
     weights: bool = True,
     lora: LoraConfig | None = None,
     half: bool = False,
+    whole: bool = False,
 ) -> PreTrainedModel:
     """Return the configured model in float32, without dropout; a built one is initialized from the seed.
 
     weights: if false, all tensors are on the meta device: shapes without memory. Files are then compared with the model
-    by name and shape, and not hashed. lora, half: adapters, beside a base in bfloat16 (`models.lora`). Raises
-    ConfigError for a directory without a model, unknown config fields, a vocabulary smaller than the tokenizer's
+    by name and shape, and not hashed. lora, half: adapters, beside a base in bfloat16 (`models.lora`). whole: with the
+    part that sees images (`training.vision: train`); default: the language model alone. Raises ConfigError for a
+    directory without a model, unknown config fields, a vocabulary smaller than the tokenizer's
     `vocabulary` ids, dropout or routing noise; DamageError as `load_tokenizer`.
     """
     if config.build is None:
-        model = _load(base_directory(config), "model.path", weights)
+        model = _load(base_directory(config), "model.path", weights, whole)
     else:
         with nullcontext() if weights else torch.device("meta"):
-            model = _build(config, vocabulary, seed)
+            model = _build(config, vocabulary, seed, whole)
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
         raise ConfigError(
             f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}; set "
             "model.tokenizer to the model's own tokenizer"
         )
-    refuse_randomness(model)
+    refuse_randomness(model, whole)
     if lora is not None or config.adapter is not None:
         from treadle.models.lora import adapt  # peft, which only adapters need
 
@@ -111,10 +116,10 @@ def load_teacher(path: str, config: ModelConfig, policy: PreTrainedModel, weight
     return load_frozen(path, field, policy, weights)
 
 
-def _load(directory: Path, field: str, weights: bool) -> PreTrainedModel:
+def _load(directory: Path, field: str, weights: bool, whole: bool = False) -> PreTrainedModel:
     if weights:
         prove_files(directory, MODEL_FILES, remedy_for(directory))
-    return load_pretrained(directory, field, weights=weights)
+    return load_pretrained(directory, field, weights=weights, whole=whole)
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
@@ -128,30 +133,57 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
 def _read_by_the_model(config: PretrainedConfig, names: Iterable[str]) -> set[str]:
     """Return the names that the model's own code reads from its configuration, as Qwen 3 MoE does `head_dim`."""
-    source = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]) if names else ""
+    if not names or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return set()
+    source = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
     return {name for name in names if re.search(rf'\bconfig(\.|, "){re.escape(name)}\b', source)}
 
 
-def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
-    fields = {"vocab_size": vocabulary, **(config.build or {})}
+def _build(config: ModelConfig, vocabulary: int, seed: int, whole: bool) -> PreTrainedModel:
+    fields = dict(config.build or {})
     model_type = fields.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"model.build: transformers knows no model_type {model_type!r}{hint}")
-    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"model.build: model_type {model_type!r} is not a causal language model")
+    _check_kind(model_type, whole)
+    if whole:
+        fields["text_config"] = {"vocab_size": vocabulary, **fields.get("text_config", {})}
+    else:
+        fields = {"vocab_size": vocabulary, **fields}
     try:
         model_config = AutoConfig.for_model(model_type, **fields)
     except (ValueError, StrictDataclassError) as error:
         raise ConfigError(f"model.build: {' '.join(str(error).split())}") from error
-    accepted = {*type(model_config)().to_dict(), *model_config.attribute_map}
-    unread = fields.keys() - accepted - {"rope_parameters", "rope_theta"}
-    if unknown := sorted(unread - _read_by_the_model(model_config, unread)):
-        near = difflib.get_close_matches(unknown[0], sorted(accepted), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"model.build: {model_type} knows no {unknown}{hint}")
+    _check_fields(model_config, fields, model_type)
+    make: Any = AutoModelForMultimodalLM if whole else AutoModelForCausalLM
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        model: PreTrainedModel = make.from_config(model_config, dtype=torch.float32)
     return model
+
+
+def _check_kind(model_type: str, whole: bool) -> None:
+    """Raise ConfigError for a type of model that is not built: no language model, or with images if not `whole`."""
+    kind = CONFIG_MAPPING[model_type]
+    sees = kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and "vision_config" in kind.sub_configs
+    if whole and not sees:
+        raise ConfigError(
+            f"training.vision is 'train', but models of model.build's model_type {model_type!r} see no images"
+        )
+    if not whole and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        remedy = "; its part that sees images would be random: set training.vision=train" if sees else ""
+        raise ConfigError(f"model.build: model_type {model_type!r} is not a causal language model{remedy}")
+
+
+def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for fields that a configuration does not know, also in its parts."""
+    accepted = {*type(config)().to_dict(), *config.attribute_map}
+    unread = fields.keys() - accepted - {"rope_parameters", "rope_theta"}
+    if unknown := sorted(unread - _read_by_the_model(config, unread)):
+        near = difflib.get_close_matches(unknown[0], sorted(accepted), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.build: {where} knows no {unknown}{hint}")
+    for name in type(config).sub_configs.keys() & fields.keys():
+        part: PretrainedConfig = getattr(config, name)
+        _check_fields(part, {k: v for k, v in fields[name].items() if k != "model_type"}, f"{where}.{name}")

@@ -4,13 +4,14 @@
     everything else                      the rest: stays in its file, and is written with every checkpoint and export
 
 Output thus contains all of the input, under the original names, and the rest bit for bit. The original's class computes
-text as before; its towers are removed, and need no memory.
+text as before; its towers are removed, and need no memory. With `training.vision: train`, a model is kept whole, and
+the rest is what transformers does not load; frozen, a tower is loaded separately once an image comes (`models.towers`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,45 @@ def keep_language_part(model: PreTrainedModel, directory: Path, field: str) -> N
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is model or head is None:
         raise ConfigError(f"{field}: {type(model).__name__} does not separate its language model from the rest")
-    stored = _stored(directory)
-    if not stored:
-        raise ConfigError(f"{field}: no model.safetensors in {str(directory)!r}; save the model again as safetensors")
     _take_off(model, {*decoder.modules(), *head.modules(), *model.get_input_embeddings().modules()})
+    keep_whole(model, directory, field)
+
+
+def keep_whole(model: PreTrainedModel, directory: Path, field: str) -> None:
+    """Note the names of a model's weights in its files, and what else these contain. Raises ConfigError."""
+    stored = stored_tensors(directory, field)
+    names, taken = _all_names(model, stored, directory, field)
+    set_rest(model, Rest(names, {name: tensor for name, tensor in stored.items() if name not in taken}))
+
+
+def stored_tensors(directory: Path, field: str) -> dict[str, Tensor]:
+    """Return all tensors of a directory by name, memory-mapped: none is read before it is used. Raises ConfigError."""
+    if not (stored := _stored(directory)):
+        raise ConfigError(f"{field}: no model.safetensors in {str(directory)!r}; save the model again as safetensors")
+    return stored
+
+
+def stored_weights(
+    model: PreTrainedModel, stored: Mapping[str, Tensor], directory: Path, field: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and stored tensor of each weight of a model, tied ones once. Raises ConfigError for a missing one."""
+    for name, there in _all_names(model, stored, directory, field)[0].items():
+        if there not in stored:
+            raise ConfigError(f"{field}: transformers converts {name} while loading; it cannot be read separately")
+        yield name, stored[there]
+
+
+def _all_names(
+    model: PreTrainedModel, stored: Mapping[str, Tensor], directory: Path, field: str
+) -> tuple[dict[str, str], set[str]]:
+    """Return the first two results of `_names`. Raises ConfigError if there is a third."""
     names, taken, unnamed = _names(model, stored)
     if unnamed:
         raise ConfigError(
             f"{field}: {type(model).__name__} has {unnamed[0]}, and no file in {str(directory)!r} has it under a name "
             "that transformers would write; save the model again with transformers (save_pretrained)"
         )
-    set_rest(model, Rest(names, {name: tensor for name, tensor in stored.items() if name not in taken}))
+    return names, taken
 
 
 def keep_names(model: PreTrainedModel, directory: Path) -> None:
@@ -79,7 +108,6 @@ def _take_off(module: nn.Module, needed: set[nn.Module]) -> None:
 
 
 def _stored(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a directory by name, memory-mapped: none is read before it is used."""
     # transformers prefers it to an index beside it.
     files = {"model.safetensors"}
     if not (directory / "model.safetensors").is_file():

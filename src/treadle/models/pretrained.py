@@ -16,14 +16,18 @@ from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
 from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, names_code
-from treadle.models.multimodal import is_multimodal, keep_language_part, keep_names
+from treadle.models.multimodal import is_multimodal, keep_language_part, keep_names, keep_whole
 
 
-def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
+def load_pretrained(
+    directory: Path, field: str, gguf_file: str | None = None, weights: bool = True, whole: bool = False
+) -> PreTrainedModel:
     """Return the causal LM in a directory, in float32. gguf_file: name of a GGUF file in the directory with the model.
 
-    A model with towers is reduced to its language part (`models.multimodal`). weights: as for `make_model`.
-    Raises ConfigError, naming the setting, if it cannot be loaded or lacks some of the model's weights.
+    A model with towers is reduced to its language part (`models.multimodal`), unless `whole`. weights: as for
+    `make_model`.
+    Raises ConfigError, naming the setting, if it cannot be loaded or lacks some of the model's weights, and for `whole`
+    without towers.
     """
     path = str(directory)
     hf_logging.disable_progress_bar()  # callers show their own progress
@@ -59,7 +63,11 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
             f"{field}: the weights in {path!r} lack {len(wrong)} of the model's, for example {wrong[0]}, and they "
             "would be random; get the directory again, with all its files"
         )
-    if more:
+    if whole and not more:
+        raise ConfigError(f"training.vision is 'train', but the model in {path!r} sees no images; leave it out")
+    if more and whole:
+        keep_whole(model, directory, field)
+    elif more:
         keep_language_part(model, directory, field)
     elif gguf_file is None:
         keep_names(model, directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -82,10 +83,14 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
 
 
-def refuse_randomness(model: PreTrainedModel) -> None:
-    """Raise ConfigError for dropout or routing noise: the trained policy would differ from the sampling one."""
+def refuse_randomness(model: PreTrainedModel, whole: bool = False) -> None:
+    """Raise ConfigError for dropout or routing noise: the trained policy would differ from the sampling one.
+
+    whole: also of the part that sees images.
+    """
     rates = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
-    for name, value in model.config.get_text_config().to_dict().items():
+    parts = [model.config.get_text_config(), *([model.config.vision_config] if whole else ())]
+    for name, value in chain.from_iterable(part.to_dict().items() for part in parts):
         # Settings of heads that a causal LM lacks.
         unused = name.startswith(("summary_", "classifier_"))
         if not unused and ("dropout" in name or "jitter" in name or name.endswith("_pdrop")):

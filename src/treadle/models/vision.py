@@ -5,8 +5,7 @@
     ids with `ImageIds` --Tower.inputs--> the decoder's arguments: embeddings with features, the positions of the caller
 
 Every image goes through processor and tower alone, so that what stands for it depends on nothing beside it. The
-processor needs Pillow, and no
-torchvision: the two scale pictures differently.
+processor needs Pillow, and no torchvision: the two scale pictures differently.
 
 Shapes: n placeholders of an image, d hidden size, T tokens.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,19 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CACHED = 64  # processed images, and features of a frozen tower
 _OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _OF_THE_TEXT |= {"rows", "cols"}  # of Idefics 3: numbers of parts of an image
+
+SEEING = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families (`model_type`) with images that learner and engine compute as transformers does."""
+
+
+def check_family(model_type: str) -> None:
+    """Raise ConfigError for a family whose images are not supported."""
+    if model_type not in SEEING:
+        why = "attends in both directions inside an image" if model_type.startswith(("gemma", "paligemma")) else ""
+        raise ConfigError(
+            f"images are not supported for {model_type}{why and ', which ' + why}; take a model of one of "
+            f"{', '.join(SEEING)}, or tasks without images"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,25 +189,61 @@ class Features:
 class Tower:
     """The part of a multimodal model that turns images into rows of its language model's input.
 
-    model: the whole model, as transformers loads it. trained: whether features carry gradients; they are then computed
-    at each use, and otherwise kept for the last images.
+    model: the whole model, as transformers loads it, or without decoder and head. model, processor: or functions that
+    load them when the first image comes. trained: whether features carry gradients; they are then computed at each use,
+    and otherwise kept for the last images.
+
+    Images raise ConfigError for a family other than `SEEING`, and as loading does.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: ImageProcessor, trained: bool = False) -> None:
-        self._model, self.processor, self._trained = model, processor, trained
+    def __init__(
+        self,
+        model: PreTrainedModel | Callable[[], PreTrainedModel],
+        processor: ImageProcessor | Callable[[], ImageProcessor],
+        trained: bool = False,
+    ) -> None:
+        self._load, self._load_processor, self.trained = model, processor, trained
         self._kept = functools.lru_cache(maxsize=_CACHED)(self._computed)
+
+    @functools.cached_property
+    def processor(self) -> ImageProcessor:
+        load = self._load_processor
+        return load if isinstance(load, ImageProcessor) else load()
+
+    @functools.cached_property
+    def _model(self) -> Any:
+        from transformers import PreTrainedModel
+
+        model = self._load if isinstance(self._load, PreTrainedModel) else self._load()
+        check_family(model.config.model_type)
+        theirs = getattr(model.config, "image_token_id", self.processor.placeholder)
+        if theirs != self.processor.placeholder:
+            raise ConfigError(
+                f"the model's image_token_id is {theirs}, and {self.processor.name!r} has the id "
+                f"{self.processor.placeholder} in its processor's tokenizer; set it to that"
+            )
+        return model
+
+    def changed(self) -> None:
+        """Call after the model's weights changed."""
+        self._kept.cache_clear()
 
     def features(self, image: PromptImage) -> Features:
         """Return an image's features, on the model's device and in its precision. Raises DataError."""
-        return self._computed(image) if self._trained else self._kept(image)
+        return self._computed(image) if self.trained else self._kept(image)
 
     def _computed(self, image: PromptImage) -> Features:
         import torch
 
-        model: Any = self._model
+        model, trained = self._model, self.trained
         prepared = self.processor.checked(image)
-        tensors = {name: torch.from_numpy(array).to(self._model.device) for name, array in prepared.arrays.items()}
-        with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
+        tensors = {name: torch.from_numpy(array).to(model.device) for name, array in prepared.arrays.items()}
+        # What is kept must not depend on who asks first.
+        half = trained and torch.is_autocast_enabled(model.device.type)
+        with (
+            torch.autocast(model.device.type, enabled=half),
+            torch.set_grad_enabled(trained and torch.is_grad_enabled()),
+        ):
             answer = model.get_image_features(**tensors, return_dict=True)
             rows = _joined(answer.pooler_output)
             deep = tuple(map(_joined, getattr(answer, "deepstack_features", None) or ()))

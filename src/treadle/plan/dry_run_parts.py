@@ -97,7 +97,8 @@ def _model(config: RunConfig, renderer: ChatRenderer | None) -> PreTrainedModel:
     if renderer is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
         raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
     vocabulary = 0 if renderer is None else renderer.vocabulary
-    model = make_model(config.model, vocabulary, config.seed, weights=False, lora=config.training.lora)
+    lora, whole = config.training.lora, config.training.trains_tower
+    model = make_model(config.model, vocabulary, config.seed, weights=False, lora=lora, whole=whole)
     if config.training.routing_replay:
         Routers.of(model)
     check_context(config, context_of(model.config.get_text_config()))

@@ -87,7 +87,11 @@ def model_files(
         original = read_generation_config(origin)
         generation = original if set(end_tokens(original)) == set(ends) else {**original, "eos_token_id": ends}
         yield GENERATION_CONFIG, json.dumps(generation, indent=2).encode()
-    for path in sorted(origin.iterdir()) if model.name_or_path else ():
+    if not model.name_or_path:
+        # A built model has its processor beside the tokenizer.
+        yield from ((path.name, path.read_bytes()) for path in sorted(tokenizer.glob("*processor_config.json")))
+        return
+    for path in sorted(origin.iterdir()):
         left = path.name in _NOT_COPIED or _OF_TOKENIZER.fullmatch(path.name)
         if path.is_file() and not left and not _WEIGHTS.search(path.name):
             yield path.name, path.read_bytes()

@@ -82,6 +82,10 @@ class TrainingConfig(Config):
         "also norms and residuals, which halves the data that several ranks gather; with lora also the model's own "
         "weights. Default: float32; on a GPU bfloat16, with lora bfloat16_pure",
     )
+    vision: Literal["frozen", "train"] = Field(
+        "frozen",
+        description="the part of a model that sees images: frozen, or trained, and then published and saved, too",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     routing_replay: bool = Field(
         False,
@@ -90,6 +94,17 @@ class TrainingConfig(Config):
     threads: int | None = Field(
         None, ge=1, description="torch threads; default: OMP_NUM_THREADS, else the cores, but 1 for a small model"
     )
+
+    @model_validator(mode="after")
+    def _adapters_leave_the_tower(self) -> TrainingConfig:
+        if self.lora is not None and self.trains_tower:
+            raise ValueError("training.lora adapts the language model alone; leave training.vision out")
+        return self
+
+    @property
+    def trains_tower(self) -> bool:
+        """Return whether the part that sees images is trained."""
+        return self.vision == "train"
 
     @property
     def updates_between_publications(self) -> int:

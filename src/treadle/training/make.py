@@ -38,7 +38,8 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     first, kl = ranks is None or ranks.rank == 0, spec.algorithm.kl
     read = _read_sharded(spec.model, ranks) if ranks is not None and spec.placement.loading == "sharded" else None
     half = spec.training.precision == "bfloat16_pure"
-    model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
+    whole, weights = spec.training.trains_tower, first and read is None
+    model = load_model(spec.model, spec.seed, spec.training.lora, half, weights, whole)
     reference = None if spec.reference is None else load_frozen(spec.reference, "algorithm.kl.model", model, first)
     distillation = spec.algorithm.distillation
     teacher = prompts = server = truths = None
@@ -102,15 +103,20 @@ def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:
 
 
 def load_model(
-    config: ModelConfig, seed: int, lora: LoraConfig | None = None, half: bool = False, weights: bool = True
+    config: ModelConfig,
+    seed: int,
+    lora: LoraConfig | None = None,
+    half: bool = False,
+    weights: bool = True,
+    whole: bool = False,
 ) -> PreTrainedModel:
     """Return the configured model, large enough for its tokenizer.
 
-    lora: add trainable adapters; half: with the base in bfloat16 (`models.lora`). weights: see `make_model`.
+    lora: add trainable adapters; half: with the base in bfloat16 (`models.lora`). weights, whole: see `make_model`.
     Raises ConfigError or DamageError.
     """
     tokenizer, renderer = load_chat(config, None)  # no text is rendered
-    model = make_model(config, len(tokenizer), seed, weights, lora, half)
+    model = make_model(config, len(tokenizer), seed, weights, lora, half, whole)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(renderer.stop_ids)  # exports end replies as here
     return model

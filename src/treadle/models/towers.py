@@ -1,0 +1,72 @@
+"""Towers of configured models: loaded when the first image comes, or part of a model that is trained."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
+
+from treadle.core.files import prove_files
+from treadle.models.config import ModelConfig
+from treadle.models.loading import MODEL_FILES, compute_buffers
+from treadle.models.model_cache import remedy_for
+from treadle.models.model_files import base_directory, tokenizer_directory
+from treadle.models.multimodal import is_multimodal, stored_tensors, stored_weights
+from treadle.models.vision import ImageProcessor, Tower, check_family
+
+_SHARED = WeakValueDictionary[tuple[Path, Path, str], Tower]()
+
+
+def trained_tower(config: ModelConfig, model: PreTrainedModel, trained: bool = True) -> Tower:
+    """Return the tower of a whole model in memory. trained: whether its features carry gradients."""
+    return Tower(model, partial(ImageProcessor, tokenizer_directory(config), "model.tokenizer"), trained)
+
+
+def tower_of(config: ModelConfig, device: str) -> Tower | None:
+    """Return the configured model's frozen tower; None for a model without one, or one that is built.
+
+    Nothing is loaded before the first image; learner and engine of a process share it. Raises ConfigError.
+    """
+    return (
+        None if config.build is not None else frozen_tower(base_directory(config), tokenizer_directory(config), device)
+    )
+
+
+def frozen_tower(directory: Path, processor: Path, device: str) -> Tower | None:
+    """As `tower_of`, for the model in a directory, with the files of its processor in another or the same."""
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    if not is_multimodal(config):
+        return None
+    key = directory.resolve(), processor.resolve(), device
+    if (tower := _SHARED.get(key)) is None:
+        tower = _SHARED[key] = Tower(partial(load_tower, directory, device), partial(ImageProcessor, processor))
+    return tower
+
+
+def load_tower(directory: Path, device: str = "cpu") -> PreTrainedModel:
+    """Return a directory's model without decoder and head, in float32. Raises ConfigError or DamageError."""
+    field = "model.path"
+    prove_files(directory, MODEL_FILES, remedy_for(directory))
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    check_family(config.model_type)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    language = {model.get_decoder(), model.get_output_embeddings()}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child in language:
+                setattr(module, name, None)
+    stored = dict(stored_weights(model, stored_tensors(directory, field), directory, field))
+    model.to_empty(device=torch.device("cpu"))
+    compute_buffers(model)
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in stored:
+                tensor.copy_(stored[name])
+    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    model.requires_grad_(False)
+    model.eval()
+    return model
