@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
-from treadle.core.images import OWN, PLACE
+from treadle.core.images import OWN, PLACE, PromptImage
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import PLAYERS, Ids, role_of
 from treadle.record.run_directory import RunDirectory
@@ -83,11 +83,16 @@ def as_json(
 
 
 def _with_pictures(ids: Ids, texts: TokenTexts) -> str:
-    """Return the text of a prompt's ids, with `[image 8780b55a1c20, 4 tokens]` for each image."""
+    """Return the text of a prompt's ids, with `[image 8780b55a1c20, 64x48 pixels, 4 tokens]` for each image."""
     pictures = (texts.images.image(ident) for ident in ids[ids >= OWN].tolist())
-    names = iter([f"[image {image.sha256[:12]}, {image.tokens} tokens]" for image, number in pictures if number == 0])
+    names = iter([_of_image(image) for image, number in pictures if number == 0])
     head, *parts = texts.decode(ids).split(PLACE) if len(ids) else [""]
     return head + "".join(next(names, PLACE) + part for part in parts)
+
+
+def _of_image(image: PromptImage) -> str:
+    width, height = image.size
+    return f"[image {image.sha256[:12]}, {width}x{height} pixels, {image.tokens} tokens]"
 
 
 def _tokens(step: Step, columns: dict[str, list[Any]], texts: TokenTexts) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ class PromptImage:
     sha256: of the image's file. processed: SHA-256 of what the model's image processor makes of it. settings: SHA-256
     of that processor's settings. placeholder: id of the tokens whose hidden states its features replace, tokens of them
     among the prompt's ids [start, start + length). grid: (frames, rows, columns) of these, if the model's positions
-    have three axes; () otherwise. url: its file as a data URL.
+    have three axes; () otherwise. url: its file as a data URL. size: width and height in pixels.
     """
 
     sha256: str
@@ -111,6 +111,7 @@ class PromptImage:
     length: int
     grid: tuple[int, ...]
     url: str = field(repr=False)
+    size: tuple[int, int] = (0, 0)
 
     def places(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the positions of its placeholders in the prompt's ids, int64[tokens]. Raises DataError."""

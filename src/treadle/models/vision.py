@@ -53,11 +53,12 @@ def check_family(model_type: str) -> None:
 class Prepared:
     """What an image processor makes of one image.
 
-    sha256: of the image's file. processed: SHA-256 of `arrays`. text: that stands for the image in a prompt. tokens:
-    placeholders in it. grid: see `PromptImage`. arrays: arguments of the tower.
+    sha256: of the image's file. size: its width and height. processed: SHA-256 of `arrays`. text: stands for it in a
+    prompt. tokens: placeholders in the text. grid: see `PromptImage`. arrays: arguments of the tower.
     """
 
     sha256: str
+    size: tuple[int, int]
     processed: str
     text: str
     tokens: int
@@ -141,7 +142,8 @@ class ImageProcessor:
             merge = int(self._own.image_processor.merge_size)
             frames, rows, columns = map(int, arrays["image_grid_thw"][0])
             grid = frames, rows // merge, columns // merge
-        return Prepared(picture.sha256, digest.hexdigest(), text, text.count(self.name), grid, arrays)
+        height, width, _ = picture.pixels.shape
+        return Prepared(picture.sha256, (width, height), digest.hexdigest(), text, text.count(self.name), grid, arrays)
 
     def checked(self, image: PromptImage) -> Prepared:
         """Process a recorded image again. Raises DataError if the result is not the recorded one."""

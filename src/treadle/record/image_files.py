@@ -110,5 +110,6 @@ def images_of(column: str | None, url: Url | None) -> tuple[PromptImage, ...]:
     if url is None:
         raise DataError("the step has images, and their files are not here")
     return tuple(
-        PromptImage(url=url(row.pop("file")), **{**row, "grid": tuple(row["grid"])}) for row in json.loads(column)
+        PromptImage(url=url(row.pop("file")), **{**row, "grid": tuple(row["grid"]), "size": tuple(row["size"])})
+        for row in json.loads(column)
     )

@@ -86,6 +86,7 @@ class ImagePlaces:
                 length=int(places[-1]) + 1 - int(places[0]),
                 grid=each.grid,
                 url=url,
+                size=each.size,
             )
             for each, places, url in zip(made, own, urls, strict=True)
         )

@@ -30,7 +30,7 @@ function Sibling({run, view, attempt, from, when, fold}) {
         .map(([state, count]) => `${count} ${state}`).join(", ")}</div>
       ${attempt.failure_cause && html`<div class="bad">${attempt.failure_cause}: ${attempt.failure_message}</div>`}${fold}</header>
     ${last && from > 0 && html`<p class="faint shared">first ${counted(from, "token")} shared</p>`}
-    <div class="body">${runs.map((piece) => html`<span class=${piece.kind}>${piece.text}</span>`)}</div></article>`;
+    <div class="body">${runs.map((piece) => piece.kind === "picture" ? html`<img class="picture" src=${piece.text} alt="image" />` : html`<span class=${piece.kind}>${piece.text}</span>`)}</div></article>`;
 }
 
 /** @param {any} view @param {any} step @param {number} from */
@@ -44,7 +44,9 @@ function textRuns(view, step, from) {
     for (const unit of unitsOf(view.segments, [index], view.texts, from, Infinity)) {
       const kind = special.has(unit.id) ? "template" : sampled ? "s" : "read";
       const last = runs.at(-1);
-      if (last && last.kind === kind) last.text += unit.text;
+      const picture = view.pictures?.[unit.id];
+      if (picture) runs.push({kind: "picture", text: picture});
+      else if (last && last.kind === kind) last.text += unit.text;
       else runs.push({kind, text: unit.text});
     }
   }
