@@ -17,12 +17,13 @@ from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.models.multimodal import is_multimodal, stored_tensors, stored_weights
 from treadle.models.vision import ImageProcessor, Tower, check_family
 
-_SHARED = WeakValueDictionary[tuple[Path, Path, str], Tower]()
+_SHARED = WeakValueDictionary[tuple[Path, str], Tower]()
 
 
 def trained_tower(config: ModelConfig, model: PreTrainedModel, trained: bool = True) -> Tower:
     """Return the tower of a whole model in memory. trained: whether its features carry gradients."""
-    return Tower(model, partial(ImageProcessor, tokenizer_directory(config), "model.tokenizer"), trained)
+    places = [tokenizer_directory(config)] if config.build is not None else _places(config)
+    return Tower(model, _processor(*places), trained)
 
 
 def tower_of(config: ModelConfig, device: str) -> Tower | None:
@@ -30,20 +31,27 @@ def tower_of(config: ModelConfig, device: str) -> Tower | None:
 
     Nothing is loaded before the first image; learner and engine of a process share it. Raises ConfigError.
     """
-    return (
-        None if config.build is not None else frozen_tower(base_directory(config), tokenizer_directory(config), device)
-    )
+    return None if config.build is not None else frozen_tower(*_places(config), device=device)
 
 
-def frozen_tower(directory: Path, processor: Path, device: str) -> Tower | None:
-    """As `tower_of`, for the model in a directory, with the files of its processor in another or the same."""
+def frozen_tower(directory: Path, *more: Path, device: str = "cpu") -> Tower | None:
+    """As `tower_of`, for the model in a directory. more: where else the files of its processor may be."""
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if not is_multimodal(config):
         return None
-    key = directory.resolve(), processor.resolve(), device
+    key = directory.resolve(), device
     if (tower := _SHARED.get(key)) is None:
-        tower = _SHARED[key] = Tower(partial(load_tower, directory, device), partial(ImageProcessor, processor))
+        tower = _SHARED[key] = Tower(partial(load_tower, directory, device), _processor(directory, *more))
     return tower
+
+
+def _places(config: ModelConfig) -> list[Path]:
+    """Return where a processor may be, as for a renderer (`models.chat`)."""
+    return [base_directory(config), tokenizer_directory(config)]
+
+
+def _processor(*places: Path) -> ImageProcessor:
+    return ImageProcessor.find(*places) or ImageProcessor(places[0])  # whose absence is reported with the first image
 
 
 def load_tower(directory: Path, device: str = "cpu") -> PreTrainedModel:

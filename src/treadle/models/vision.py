@@ -163,10 +163,9 @@ class ImageProcessor:
 
 def _family_processor(directory: Path) -> Any:
     """Return the processor of a directory without its part for videos, which needs torchvision."""
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    family: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(directory, local_files_only=True))]
+    family = _family_of(directory)
     parts = {
         "image_processor": AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True),
         "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
@@ -176,6 +175,21 @@ def _family_processor(directory: Path) -> Any:
     lenient: Any = type(family.__name__, (family,), {"check_argument_for_proper_class": lambda *_: None})
     made = lenient.from_args_and_dict([parts.get(name) for name in family.get_attributes()], settings)
     return made[0] if isinstance(made, tuple) else made
+
+
+def _family_of(directory: Path) -> Any:
+    """Return the class of a directory's processor, by its model's configuration or, without a model, by its name."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    if (directory / "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return PROCESSOR_MAPPING[type(config)]
+    name = json.loads((directory / "processor_config.json").read_bytes()).get("processor_class")
+    family = getattr(transformers, str(name), None)
+    if family is None:
+        raise ValueError(f"its processor_config.json names the processor_class {name!r}")
+    return family
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,9 +205,9 @@ class Features:
 class Tower:
     """The part of a multimodal model that turns images into rows of its language model's input.
 
-    model: the whole model, as transformers loads it, or without decoder and head. model, processor: or functions that
-    load them when the first image comes. trained: whether features carry gradients; they are then computed at each use,
-    and otherwise kept for the last images.
+    model: the whole model, as transformers loads it, or without decoder and head; or a function that loads it when the
+    first image comes. trained: whether features carry gradients; they are then computed at each use, and otherwise kept
+    for the last images.
 
     Images raise ConfigError for a family other than `SEEING`, and as loading does.
     """
@@ -201,16 +215,11 @@ class Tower:
     def __init__(
         self,
         model: PreTrainedModel | Callable[[], PreTrainedModel],
-        processor: ImageProcessor | Callable[[], ImageProcessor],
+        processor: ImageProcessor,
         trained: bool = False,
     ) -> None:
-        self._load, self._load_processor, self.trained = model, processor, trained
+        self._load, self.processor, self.trained = model, processor, trained
         self._kept = functools.lru_cache(maxsize=_CACHED)(self._computed)
-
-    @functools.cached_property
-    def processor(self) -> ImageProcessor:
-        load = self._load_processor
-        return load if isinstance(load, ImageProcessor) else load()
 
     @functools.cached_property
     def _model(self) -> Any:
