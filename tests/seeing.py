@@ -1,5 +1,6 @@
 """Tiny models that see, each with its family's own processor: written as directories, loaded by transformers."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,10 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.towers import TOKENIZER
+from tests.worlds import Vowels
 from treadle.core.images import PLACE, Picture, PromptImage, read_image
+from treadle.core.types import Message, Task
+from treadle.envs.base import EnvStep
 from treadle.models.vision import ImageProcessor
 
 SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -186,3 +190,19 @@ def own_logits(
             named["mm_token_type_ids"] = (tokens == processor.placeholder).int()
     with torch.set_grad_enabled(grad):
         return cast(torch.Tensor, model(input_ids=tokens, use_cache=False, **named).logits[0])
+
+
+class Looks(Vowels):
+    """As `Vowels`; the task and each answer show a picture, which depends on what was said."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        return (*await super().reset(task), self._shown("user", task.task_id))
+
+    async def step(self, text: str) -> EnvStep:
+        answer = await super().step(text)
+        return answer if answer.done else answer._replace(observations=[self._shown("tool", text)])
+
+    def _shown(self, role: str, about: str) -> Message:
+        seed = zlib.crc32(about.encode()) % 50
+        size = ((32, 32), (64, 32))[seed % 2]
+        return cast(Message, {"role": role, "content": [{"type": "image", "image": picture(seed, size).data}]})

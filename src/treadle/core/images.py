@@ -188,7 +188,7 @@ def axes(length: int, images: Sequence[PromptImage]) -> NDArray[np.int64] | None
     return np.concatenate(parts, 1)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=2)
 def picture_of(url: str) -> Picture:
     """Read a data URL that was checked before (`as_messages`), whatever its size."""
     return read_image(url, ImageLimits(2**40, 2**40))

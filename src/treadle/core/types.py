@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
-from treadle.core.images import PLACE, ImageIds, ImageLimits, Picture, PromptImage, read_image
+from treadle.core.images import PLACE, ImageIds, ImageLimits, PromptImage, read_image
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.support import Probabilities, Support
@@ -656,14 +656,15 @@ def _as_content(content: Any, role: Any, where: str, limits: ImageLimits | None)
 
 def _as_image(source: Any, where: str, limits: ImageLimits | None) -> str:
     try:
-        return (_checked(source, limits) if isinstance(source, str) else read_image(source, limits)).url
+        return _checked(source, limits) if isinstance(source, str) else read_image(source, limits).url
     except DataError as error:
         raise DataError(f"{where}{str(error).removeprefix('image')}") from error
 
 
-@functools.lru_cache(maxsize=64)  # a conversation is checked at each of its turns
-def _checked(url: str, limits: ImageLimits | None) -> Picture:
-    return read_image(url, limits)
+# A client sends a conversation again at each of its turns: read once, and kept in memory once.
+@functools.lru_cache(maxsize=256)
+def _checked(url: str, limits: ImageLimits | None) -> str:
+    return read_image(url, limits).url
 
 
 def arguments_text(arguments: Any) -> str:
