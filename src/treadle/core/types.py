@@ -590,6 +590,7 @@ def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: item for key, item in message.items() if key != "images"}, "content": parts}
 
 
+_SMALL = 2**21  # characters of a data URL that is kept
 _OPTIONAL = ("reasoning_content", "tool_call_id", "name")
 
 
@@ -656,13 +657,15 @@ def _as_content(content: Any, role: Any, where: str, limits: ImageLimits | None)
 
 def _as_image(source: Any, where: str, limits: ImageLimits | None) -> str:
     try:
-        return _checked(source, limits) if isinstance(source, str) else read_image(source, limits).url
+        if isinstance(source, str) and len(source) <= _SMALL:
+            return _checked(source, limits)
+        return read_image(source, limits).url
     except DataError as error:
         raise DataError(f"{where}{str(error).removeprefix('image')}") from error
 
 
 # A client sends a conversation again at each of its turns: read once, and kept in memory once.
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def _checked(url: str, limits: ImageLimits | None) -> str:
     return read_image(url, limits).url
 
