@@ -117,7 +117,7 @@ def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> Recor
             "select others"
         )
     inexact = sum(isinstance(trajectory, LoggedConversation) for trajectory, calls in made if calls)
-    counts = (len(rows), sum(map(len, rows)), sum(len(target) for calls in rows for _, target in calls))
+    counts = (len(rows), sum(map(len, rows)), sum(len(target) for calls in rows for _, target, *_ in calls))
     with _trainer(make(config, Inputs([], []))) as trainer:
 
         async def work() -> RecordedReport:

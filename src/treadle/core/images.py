@@ -154,6 +154,13 @@ class ImageIds:
             made[image.places(ids)] = np.arange(first, first + image.tokens)
         return made
 
+    def plain(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return a copy of ids int32[T] with the placeholders of `put` as they were."""
+        made, own = ids.copy(), ids >= OWN
+        placeholders = np.array([image.placeholder for image in self._images], np.int32)
+        made[own] = placeholders[np.searchsorted(self._starts, ids[own], "right") - 1]
+        return made
+
     def image(self, ident: int) -> tuple[PromptImage, int]:
         """Return the image of an id >= `OWN`, and the number of its placeholder."""
         number = bisect_right(self._starts, ident) - 1

@@ -22,14 +22,17 @@ from typing import Any, Protocol, TypeVar
 
 from treadle.core.engine import ComponentStatus
 from treadle.core.files import Manifest
+from treadle.core.images import PromptImage
 from treadle.core.metrics import Measures
 from treadle.core.types import Floats, Group, Ids, Mask, Routing
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
-Conversation = Sequence[tuple[Ids, Ids]]
-"""(prompt ids, completion ids) of each assistant turn of a demonstration."""
+ConversationCall = tuple[Ids, Ids, *tuple[PromptImage, ...]]
+"""Prompt ids, completion ids, and the images of the prompt."""
+Conversation = Sequence[ConversationCall]
+"""Each assistant turn of a demonstration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +119,11 @@ class WeightSource(Protocol):
     async def stage(self, destination: WeightsDestination[R]) -> R:
         """Have the destination write the published weights; returns its result, and passes on its errors."""
 
-    async def score(self, ids: Ids) -> Floats:
+    async def score(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:] under the published weights: int32[T] -> float32[T - 1].
 
-        Computed in float32 whatever the precision of training, because rounding might hide wrong weights; in bfloat16
-        if `training.precision` is bfloat16_pure.
+        images: those among the ids. Computed in float32 whatever the precision of training, because rounding might hide
+        wrong weights; in bfloat16 if `training.precision` is bfloat16_pure.
         """
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:

@@ -30,6 +30,7 @@ from treadle.core.draws import Stream, task_uniforms
 from treadle.core.errors import ConfigError, DataError, TreadleError
 from treadle.core.outcomes import leave_out
 from treadle.core.registry import resolve
+from treadle.core.trainer import ConversationCall
 from treadle.core.types import DropReason, Group, SamplingParams, Start, Step, StopReason, Task, Trajectory
 from treadle.loop.config import LoopPlan
 from treadle.rendering.chat import ChatRenderer
@@ -369,11 +370,11 @@ def load_demonstrated(source: str, renderer: ChatRenderer) -> Demonstrated | Non
     return demonstrated
 
 
-def _as_step(call: tuple[Any, Any]) -> Step:
+def _as_step(call: ConversationCall) -> Step:
     """Return a demonstrated call as a step that is only context: nobody sampled it, its log-probabilities are all 0 and
     mean nothing, and no token of it is trainable.
     """
-    prompt, completion = (np.asarray(ids, np.int32) for ids in call)
+    prompt, completion, *images = call
     count = len(completion)
     return Step(
         prompt_ids=prompt,
@@ -383,4 +384,5 @@ def _as_step(call: tuple[Any, Any]) -> Step:
         sampling=SamplingParams(max_tokens=max(count, 1)),
         stop_reason=StopReason.STOP,
         mask=np.zeros(count, np.bool_),
+        images=tuple(images),
     )

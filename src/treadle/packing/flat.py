@@ -16,9 +16,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.core.images import ImageIds, PromptImage, axes
 from treadle.core.outcomes import as_played, as_trained, played_rewards, step_drop_reason
 from treadle.core.support import Probabilities, Support
-from treadle.core.types import Group, Ids, Routing, Step, Trajectory, common_prefix
+from treadle.core.types import Group, Ids, Routing, Step, Trajectory, common_prefix, seen_ids
 
 Indices = NDArray[np.int64]
 Doubles = NDArray[np.float64]
@@ -142,11 +143,13 @@ def flatten(groups: Sequence[Group]) -> FlatBatch:
 class PackedCall:
     """Inputs of packing for one step.
 
-    token_ids int32[L]: prompt, then completion from `prompt_length` on.
+    token_ids int32[L]: prompt, then completion from `prompt_length` on; placeholders of images have ids of `table`,
+    which all calls of a batch share; None without images. axes int64[3, L]: positions on three axes, if images have
+    such.
     first: index of the completion's first token in the flat arrays.
     trajectory, group: scopes within which tokens may be shared, by `training.sharing`.
-    keys int32[L, K], or None: further inputs of a hidden state at each token (adapter, expert routing, a hash of an
-    image); -1 for none. Nodes are shared where ids and keys agree. routing int16[D, M, k], or None: experts indexed by
+    keys int32[L, K], or None: further inputs of a hidden state at each token (adapter, expert routing); -1 for none.
+    Nodes are shared where ids and keys agree. routing int16[D, M, k], or None: experts indexed by
     the first key, one array shared by all calls of a batch.
     """
 
@@ -157,13 +160,36 @@ class PackedCall:
     group: int = 0
     keys: NDArray[np.int32] | None = None
     routing: Routing | None = None
+    table: ImageIds | None = None
+    axes: Indices | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Ids,
+        completion: Ids,
+        first: int,
+        trajectory: int = 0,
+        group: int = 0,
+        *,
+        images: Sequence[PromptImage] = (),
+        table: ImageIds,
+    ) -> PackedCall:
+        """Return the call with a prompt int32[P], of these images, and its completion int32[C]. Raises DataError."""
+        ids = np.concatenate([table.put(prompt, images), completion])
+        seen = table if images else None
+        return cls(ids, len(prompt), first, trajectory, group, table=seen, axes=axes(len(ids), images))
 
 
 def calls(batch: FlatBatch, routing: bool = False) -> list[PackedCall]:
     """Return the batch's steps as inputs of packing; with their experts if `routing` is to be replayed."""
-    group = batch.group_of_trajectory[batch.trajectory_of_step]
+    group, table = batch.group_of_trajectory[batch.trajectory_of_step], ImageIds()
     made = [
-        PackedCall(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))
+        PackedCall.of(
+            *(step.prompt_ids, step.completion_ids, int(first), int(trajectory), int(group)),
+            images=step.images,
+            table=table,
+        )
         for step, first, trajectory, group in zip(
             batch.steps, batch.step_start[:-1], batch.trajectory_of_step, group, strict=True
         )
@@ -207,10 +233,11 @@ def replayed(steps: Sequence[Step], recorded: Sequence[Ids]) -> list[Ids]:
     unless the weights changed in between, which empties the cache. Other prompt tokens have no recorded choices.
     """
     places: list[Ids] = []
+    seen = list(seen_ids(steps))
     for number, (step, choices) in enumerate(zip(steps, recorded, strict=True)):
         last = len(step.prompt_ids) - 1
         keys = np.full(last + 1 + len(step.completion_ids), -1, np.int32)
-        shared = [min(common_prefix(earlier.full_ids, step.prompt_ids), last) for earlier in steps[:number]]
+        shared = [min(common_prefix(earlier, seen[number]), last) for earlier in seen[:number]]
         usable = [at for at, earlier in enumerate(steps[:number]) if _one_version(earlier, step)]
         if usable:
             origin = max(usable, key=lambda at: (shared[at], at))

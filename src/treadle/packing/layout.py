@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import DataError
+from treadle.core.images import ImageIds
 from treadle.core.types import Ids, Routing
 from treadle.packing.flat import Indices, PackedCall
 from treadle.packing.tree import PrefixTree, depth_first
@@ -204,7 +205,7 @@ class MicroBatch:
     source int64[P]: node whose distribution predicts a pair's token. target_ids int32[P], flat int64[P]: see
     `PrefixTree`. branches bool[T]: whether a node is the last one before a branch of the tree. kept bool[T]: whether
     later micro-batches have descendants of it. routing int16[T, M, k]: experts to replay, -1 for none; None if there
-    are none anywhere.
+    are none anywhere. table, axes int64[3, T]: see `PackedCall`.
     """
 
     start: int
@@ -218,6 +219,8 @@ class MicroBatch:
     branches: NDArray[np.bool_]
     kept: NDArray[np.bool_]
     routing: Routing | None = None
+    table: ImageIds | None = None
+    axes: Indices | None = None
 
 
 def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
@@ -256,6 +259,8 @@ def _chunk(
         branches=branches[start:end],
         kept=tree.subtree_end[start:end] > end,
         routing=_routing(tree, start, end),
+        table=tree.table,
+        axes=None if tree.axes is None else tree.axes[:, start:end],
     )
 
 

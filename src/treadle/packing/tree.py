@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.core.images import ImageIds
 from treadle.core.types import Ids, Routing, common_prefix
 from treadle.packing.flat import Indices, PackedCall
 
@@ -63,7 +64,7 @@ class PrefixTree:
     subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].
     source int64[P]: node whose distribution predicts a pair's token, the parent of the token's node.
     target_ids int32[P]: token to read the log-probability of. flat int64[P]: index of the pair in the flat arrays.
-    keys int32[T, K], routing int16[D, M, k]: see `PackedCall`; None if no call has any.
+    keys int32[T, K], routing int16[D, M, k], table, axes int64[3, T]: see `PackedCall`; None if no call has any.
 
     A node is computed once but may have several pairs: steps that share it have separate advantages there.
     """
@@ -76,6 +77,8 @@ class PrefixTree:
     flat: Indices
     keys: NDArray[np.int32] | None = None
     routing: Routing | None = None
+    table: ImageIds | None = None
+    axes: Indices | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -102,6 +105,7 @@ class PrefixTree:
         subtree_end = np.full(nodes, nodes, np.int64)
         width = _width(calls)
         keys = np.full((nodes, width), -1, np.int32) if width else None
+        axes = None if all(c.axes is None for c in calls) else np.empty((3, nodes), np.int64)
         # Depth -> node, from the root to the newest leaf.
         path = np.empty(int(lengths.max(initial=0)), np.int64)
         sources: list[Indices] = [np.empty(0, np.int64)]
@@ -114,18 +118,24 @@ class PrefixTree:
             depth[size:end] = np.arange(depth_kept, length)
             if keys is not None and call.keys is not None:
                 keys[size:end, : call.keys.shape[1]] = call.keys[depth_kept:]
+            if axes is not None:
+                axes[:, size:end] = depth[size:end] if call.axes is None else call.axes[:, depth_kept:]
             path[depth_kept:length] = np.arange(size, end)
             sources.append(path[call.prompt_length - 1 : length - 1].copy())
             size, bottom = end, length
+        table = next((c.table for c in calls if c.table is not None), None)
+        targets = np.concatenate([np.empty(0, np.int32), *(c.token_ids[c.prompt_length :] for c in calls)])
         return cls(
             token_ids,
             depth,
             subtree_end,
             source=np.concatenate(sources),
-            target_ids=np.concatenate([np.empty(0, np.int32), *(c.token_ids[c.prompt_length :] for c in calls)]),
+            target_ids=targets if table is None else table.plain(targets),
             flat=np.concatenate(
                 [np.empty(0, np.int64), *(c.first + np.arange(len(c.token_ids) - c.prompt_length) for c in calls)]
             ),
             keys=keys,
             routing=next((c.routing for c in calls if c.routing is not None), None),
+            table=table,
+            axes=axes,
         )

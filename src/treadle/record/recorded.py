@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
@@ -20,7 +19,7 @@ from treadle.core.metrics import Measures
 from treadle.core.outcomes import as_played, reason_on_record
 from treadle.core.rewards import NUMBER, is_reward
 from treadle.core.text import json_problem, read_json
-from treadle.core.trainer import Conversation
+from treadle.core.trainer import Conversation, ConversationCall
 from treadle.core.types import Failure, Message, Start, Status, Step, Task, Trajectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
@@ -71,19 +70,19 @@ class RecordedTrajectory:
         return len(as_played(self.trajectory).steps)
 
     def calls(self, renderer: ChatRenderer) -> Conversation:
-        """Return (prompt ids, ids to learn) of its steps, except individually dropped ones.
+        """Return (prompt ids, ids to learn, images) of its steps, except individually dropped ones.
 
         For a step with masked tokens, each run of trainable ones is a call, after everything before it.
         """
         return [call for step in self.trajectory.steps if step.dropped is None for call in _trainable(step)]
 
 
-def _trainable(step: Step) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+def _trainable(step: Step) -> Iterator[ConversationCall]:
     ids, start = step.full_ids, len(step.prompt_ids)
     for trained, tokens in groupby(step.mask.tolist()):
         end = start + len(list(tokens))
         if trained:
-            yield ids[:start], ids[start:end]
+            yield ids[:start], ids[start:end], *step.images
         start = end
 
 
@@ -114,7 +113,7 @@ class LoggedConversation:
         return len(self.turns)
 
     def calls(self, renderer: ChatRenderer) -> Conversation:
-        """Return (prompt ids, ids to learn) of the assistant's messages. Raises DataError, naming the position."""
+        """Return (prompt ids, ids to learn, images) of the assistant's messages. Raises DataError, naming where."""
         try:
             calls = demonstrated_calls(self.messages, renderer, self.tools)
         except DataError as error:

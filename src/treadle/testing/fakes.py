@@ -233,7 +233,7 @@ class FakeTrainer:
     async def stage(self, destination: WeightsDestination[R]) -> R:
         return destination.write({}, ())
 
-    async def score(self, ids: Ids) -> Floats:
+    async def score(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
         return np.full(len(ids) - 1, self._logprob, np.float32)
 
     async def experts(self, ids: Ids) -> Routing:

@@ -13,7 +13,8 @@ from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import resolve
 from treadle.core.text import json_problem
-from treadle.core.types import Ids, Message, as_messages
+from treadle.core.trainer import ConversationCall
+from treadle.core.types import Message, as_messages
 from treadle.data.rows import parse_json
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -105,20 +106,20 @@ def _fault(messages: Sequence[Message]) -> str | None:
 
 def demonstrated_calls(
     messages: Sequence[Message], renderer: ChatRenderer, tools: Sequence[Tool] = ()
-) -> list[tuple[Ids, Ids]]:
-    """Return (prompt ids, completion ids) of each assistant turn, rendered as if recorded by a session.
+) -> list[ConversationCall]:
+    """Return prompt, completion and images of each assistant turn, rendered as if recorded by a session.
 
     Raises DataError for a conversation without an assistant turn, or with one that answers nothing, and if the chat
     template refuses or leaves out a part.
     """
     if fault := _fault(messages):
         raise DataError(f"a demonstration cannot be learned: {fault}: {messages!r:.200}")
-    conversation, calls = Conversation(renderer), []
+    conversation, calls = Conversation(renderer), list[ConversationCall]()
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = conversation.render(messages[:at], tools)
         completion = conversation.demonstrated(messages[: at + 1], tools)
         conversation.record(prompt, completion, message)
-        calls.append((prompt.ids, completion))
+        calls.append((prompt.ids, completion, *prompt.images))
     return calls

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
+from treadle.core.images import ImageIds, PromptImage
 from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
+from treadle.models.vision import Tower
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, lay_out, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
@@ -46,7 +48,7 @@ class Forward:
     A model with layers that cannot share prefixes (`support.why_not_packable`) keeps its own attention and computes
     each step as a padded row, with a warning. half: run in bfloat16. make_kernel: tree attention for a shape; default:
     the device's. routing: replay the experts recorded in trees; without a recorded choice, the model chooses.
-    value_head: see `Scorer`. Models on the meta device are not probed here; their weights are loaded later.
+    value_head, vision: see `Scorer`. Models on the meta device are not probed here; their weights are loaded later.
 
     Invariant: between calls the model is unchanged, except for gradients.
     Raises ConfigError for a model with dropout, or one that computes something else with tree attention than with its
@@ -62,11 +64,12 @@ class Forward:
         make_kernel: Callable[[Shape], Kernel] | None = None,
         routing: bool = False,
         value_head: nn.Linear | None = None,
+        vision: Tower | None = None,
     ) -> None:
         self.budget, self.half, self.gradient_checkpointing = budget, half, gradient_checkpointing
         self._make_kernel = make_kernel
         self._routers = Routers.of(model) if routing else None
-        self.scorer = Scorer(model, value_head)
+        self.scorer = Scorer(model, value_head, vision)
         refuse_randomness(model)
         # Of several ranks, the first one has the weights.
         if model.device.type != "meta":
@@ -121,10 +124,14 @@ class Forward:
         """Return the number of forward passes for a tree: one, if it fits the budget."""
         return max(1, math.ceil(len(tree) / self._chunk_size(tree)))
 
-    def exact_logprobs(self, ids: Ids) -> Floats:
-        """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], without autocast."""
+    def exact_logprobs(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
+        """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], without autocast.
+
+        images: those among the ids.
+        """
         exact = self.configured(len(ids))
-        [tree] = exact.trees([PackedCall(ids, 1, 0)], Packing.STEP, Sharing.TRAJECTORY)
+        call = replace(PackedCall.of(ids, ids[:0], 0, images=images, table=ImageIds()), prompt_length=1)
+        [tree] = exact.trees([call], Packing.STEP, Sharing.TRAJECTORY)
         return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
 
     def experts(self, ids: Ids) -> Routing:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from treadle.algorithms.config import DistillationConfig, KlConfig
 from treadle.core.errors import ConfigError
+from treadle.models.vision import Tower
 from treadle.models.weights import adapter_weights, copy_by_name, model_sha256, replaced, saved
 from treadle.training.config import TrainingConfig
 from treadle.training.forward import Forward
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 class Frozen:
     """A model that scores the policy's tokens. `Learner` opens it with the policy's forward pass.
 
-    given: a separate model; None: a copy of the current policy, or only of its adapters if it has any. current: use the
-    policy of each update, without a copy.
+    given: a separate model, vision: its tower; None: a copy of the current policy, or only of its adapters if it has
+    any. current: use the policy of each update, without a copy.
     reset_every: updates between resets to the policy. ema_decay: decay of its moving average of the policy per update.
     """
 
@@ -43,12 +44,13 @@ class Frozen:
         self,
         policy: PreTrainedModel,
         given: PreTrainedModel | None = None,
+        vision: Tower | None = None,
         *,
         current: bool = False,
         reset_every: int | None = None,
         ema_decay: float | None = None,
     ) -> None:
-        self.given, self._policy, self._current = given, policy, current
+        self.given, self._vision, self._policy, self._current = given, vision, policy, current
         self._reset_every, self._ema_decay = reset_every, ema_decay
         copied = given is None and not current and not adapter_weights(policy)
         self._module = copy.deepcopy(policy) if copied else given  # before the policy is sharded
@@ -60,7 +62,10 @@ class Frozen:
         """Shard its model, or share the sharded policy's. half, read: as for `Ranks.shard`."""
         if self._module is not None:
             module = self._module.requires_grad_(False)
-            self.forward = Forward(module, policy.budget, half=training.precision == "bfloat16")
+            if self.given is None and (seen := policy.scorer.vision) is not None:
+                self._vision = Tower(module, seen.processor) if seen.trained else seen
+            half_passes = training.precision == "bfloat16"
+            self.forward = Forward(module, policy.budget, half=half_passes, vision=self._vision)
             ranks.shard(self.forward, half=half, read=read if self.given is None else None)
             return
         self.forward = policy.choosing()
@@ -83,6 +88,12 @@ class Frozen:
     def refresh(self) -> None:
         """Reset to the policy."""
         copy_by_name(self.weights(), saved(self._policy))
+        self.changed()
+
+    def changed(self) -> None:
+        """Call after its own weights changed."""
+        if self._vision is not None:
+            self._vision.changed()
 
     def begin_here(self) -> None:
         """Call after weights changed outside updates; refreshes a copy of the policy."""
@@ -98,6 +109,7 @@ class Frozen:
             policy = saved(self._policy)
             for name, tensor in self.weights().items():
                 tensor.mul_(self._ema_decay).add_(policy[name], alpha=1 - self._ema_decay)
+            self.changed()
 
 
 @dataclass(slots=True)
@@ -130,9 +142,13 @@ class Teacher:
 
 
 def make_reference(
-    config: KlConfig | None, policy: PreTrainedModel, given: PreTrainedModel | None = None
+    config: KlConfig | None,
+    policy: PreTrainedModel,
+    given: PreTrainedModel | None = None,
+    vision: Tower | None = None,
 ) -> Frozen | None:
-    """Return the reference of `algorithm.kl`; None without one. given: replaces a copy of the current policy.
+    """Return the reference of `algorithm.kl`; None without one. given: replaces a copy of the current policy. vision:
+    its tower.
 
     Raises ConfigError if a given model should be reset to the policy but cannot become it.
     """
@@ -143,7 +159,7 @@ def make_reference(
             f"algorithm.kl.reset_every is {config.reset_every}, but algorithm.kl.model has other weights than the "
             "trained model and cannot become it; leave reset_every out, or take a reference of the same architecture"
         )
-    return Frozen(policy, given, reset_every=config.reset_every)
+    return Frozen(policy, given, vision, reset_every=config.reset_every)
 
 
 def make_teacher(
@@ -153,15 +169,18 @@ def make_teacher(
     server: TeacherServer | None = None,
     prompts: TeacherPrompts | None = None,
     truths: Truths | None = None,
+    vision: Tower | None = None,
 ) -> Teacher | None:
-    """Return the teacher of `algorithm.distillation`; None without one. given, server: the model that it names."""
+    """Return the teacher of `algorithm.distillation`; None without one. given, server: the model that it names, with
+    its tower.
+    """
     if config is None:
         return None
     if config.teacher is not None and given is None:
         return Teacher(server=server, prompts=prompts, truths=truths)
     decay = config.ema_decay if config.weights == "ema" else None
     current = given is None and config.weights == "current"
-    return Teacher(Frozen(policy, given, current=current, ema_decay=decay), prompts=prompts, truths=truths)
+    return Teacher(Frozen(policy, given, vision, current=current, ema_decay=decay), prompts=prompts, truths=truths)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:

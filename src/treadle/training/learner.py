@@ -38,7 +38,8 @@ from treadle.core.outcomes import by_role
 from treadle.core.processes import release_freed_memory
 from treadle.core.support import Probabilities, Support
 from treadle.core.trainer import UpdateResult
-from treadle.core.types import Group, Ids
+from treadle.core.types import Group
+from treadle.models.vision import Tower
 from treadle.models.weights import adapter_weights
 from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
@@ -65,6 +66,7 @@ from treadle.training.metrics import (
 from treadle.training.objective import Gradient, Objective, TokenScores, TracedGroups, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.ranks import OneRank, Ranks, ReadWeights
+from treadle.training.teacher_prompts import TeacherPrompt, asked_about
 
 if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
@@ -78,7 +80,7 @@ class Learner:
     reference: of `algorithm.kl`; teacher: of `algorithm.distillation` (`training.frozen`). ranks: processes that share
     the model; default: this one. traced: groups with traces in results; default: none. read: loads the weights of a
     model that is on the meta device on every rank.
-    value_head: None unless the advantage needs values. trained: the model with its value head.
+    vision: see `Scorer`. value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm`.
     """
 
@@ -94,6 +96,7 @@ class Learner:
         ranks: Ranks | None = None,
         traced: TracedGroups | None = None,
         read: ReadWeights | None = None,
+        vision: Tower | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
@@ -115,6 +118,7 @@ class Learner:
             half=training.precision == "bfloat16",
             routing=training.routing_replay,
             value_head=self.value_head,
+            vision=vision,
         )
         # With adapters on one rank, only the base is in bfloat16, and nothing is gathered.
         adapted = bool(adapter_weights(model)) and self.ranks.size == 1
@@ -256,15 +260,14 @@ class Learner:
         section, teacher = self.algorithm.distillation, self.teacher
         if section is None or teacher is None or section.form == "turns":
             return None
-        prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
+        prompts: list[TeacherPrompt | None] = [(step.prompt_ids, step.images) for step in batch.steps]
         # From the first rank, in case the function is random.
         if (made := teacher.prompts) is not None:
             prompts = self.ranks.every(lambda: [] if self.ranks.rank else made.of(batch))[0]
-        steps = (s if ids is None else replace(s, prompt_ids=ids) for s, ids in zip(batch.steps, prompts, strict=True))
-        asked = replace(batch, steps=tuple(steps))
+        asked = replace(batch, steps=tuple(map(asked_about, batch.steps, prompts)))
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         top = MostProbable(min(section.top_k, vocabulary), vocabulary) if section.by_top_k else None
-        unasked = np.array([ids is None for ids in prompts], np.bool_)[batch.step_id]
+        unasked = np.array([prompt is None for prompt in prompts], np.bool_)[batch.step_id]
         if teacher.frozen is None:
             scores = self._served_scores(teacher.server, asked, batch.mask & ~unasked, top)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -15,6 +16,8 @@ from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.models.support import context_of
+from treadle.models.towers import frozen_tower, tower_of, trained_tower
+from treadle.models.vision import Tower
 from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import TrainerSpec
 from treadle.training.frozen import make_reference, make_teacher
@@ -40,6 +43,7 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     half = spec.training.precision == "bfloat16_pure"
     whole, weights = spec.training.trains_tower, first and read is None
     model = load_model(spec.model, spec.seed, spec.training.lora, half, weights, whole)
+    vision = trained_tower(spec.model, model) if whole else tower_of(spec.model, spec.device)
     reference = None if spec.reference is None else load_frozen(spec.reference, "algorithm.kl.model", model, first)
     distillation = spec.algorithm.distillation
     teacher = prompts = server = truths = None
@@ -63,12 +67,22 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
         spec.training,
         spec.algorithm,
         spec.updates,
-        reference=make_reference(kl, model, reference),
-        teacher=make_teacher(distillation, model, teacher, server, prompts, truths),
+        reference=make_reference(kl, model, reference, _tower_of(reference, spec)),
+        teacher=make_teacher(distillation, model, teacher, server, prompts, truths, _tower_of(teacher, spec)),
         ranks=ranks,
         # All ranks would record the same traces.
         traced=TracedGroups(spec.seed, spec.traced_groups if first else 0.0),
         read=read,
+        vision=vision,
+    )
+
+
+def _tower_of(model: PreTrainedModel | None, spec: TrainerSpec) -> Tower | None:
+    """Return the tower of a reference or teacher; None without one."""
+    return (
+        None
+        if model is None
+        else frozen_tower(Path(str(model.name_or_path)), tokenizer_directory(spec.model), device=spec.device)
     )
 
 
@@ -99,7 +113,8 @@ def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
 
 def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:
     """Return the configured model, for sampling only. Raises ConfigError or DamageError."""
-    return EmbeddedSource(load_model(config, seed), tokenizer_directory(config), Compute(None))
+    vision = tower_of(config, "cpu")
+    return EmbeddedSource(load_model(config, seed), tokenizer_directory(config), Compute(None), vision=vision)
 
 
 def load_model(

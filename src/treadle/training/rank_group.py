@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from treadle.core.engine import ComponentStatus, ProcessId
 from treadle.core.files import Manifest
+from treadle.core.images import PromptImage
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute
@@ -88,8 +89,8 @@ class RankGroup:
         written: R = await self._call("stage", destination)
         return written
 
-    async def score(self, ids: Ids) -> Floats:
-        logprobs: Floats = await self._call("score", ids)
+    async def score(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
+        logprobs: Floats = await self._call("score", ids, images)
         return logprobs
 
     async def experts(self, ids: Ids) -> Routing:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, DataError
+from treadle.core.images import OWN
 from treadle.core.support import Probabilities, Support
 from treadle.models.passing import Passing
 from treadle.models.states import stateful_layers
 from treadle.models.support import decoder_of, mixing_layers, slides, why_not_packable
+from treadle.models.vision import Tower
 from treadle.models.weights import is_language_part
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
@@ -68,19 +72,21 @@ class Scorer(nn.Module):
     Everything is computed inside `forward`, so that this module's hooks, with which a wrapper gathers sharded
     parameters and reduces gradients, run before and after every use of a weight.
     value_head: from hidden states [P, d] to values [P, 1], in its own precision; a token's value is that state's in
-    which it was sampled.
+    which it was sampled. vision: makes features of images; None: there are none.
 
     Invariant: constructing one does not change the model; it computes as configured by `ready` only inside that
     context. Raises ConfigError for a model without a separate decoder (`decoder_of`).
     """
 
-    def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, value_head: nn.Linear | None = None, vision: Tower | None = None
+    ) -> None:
         super().__init__()
         if decoder_of(model) is model:
             raise ConfigError(
                 f"{type(model).__name__} does not separate its decoder from its head; it cannot be trained"
             )
-        self.model, self.value_head = model, value_head
+        self.model, self.value_head, self.vision = model, value_head, vision
         self.why_not_shared = why_not_packable(model.config)
         self._passing, self._stateful = Passing[Tree](), stateful_layers(model)
         self._head = Head.of(model)
@@ -171,22 +177,42 @@ class Scorer(nn.Module):
         part, device = call.part, self.model.device
         calls = together(segments(part), waiting(call.context)) if self._stateful else ()
         self._passing.current = tree = Tree(kernel, call.context, call.fresh, calls)
+        positions = part.position_ids[None] if part.axes is None else part.axes[:, None]
         hidden: Tensor = decoder_of(self.model)(
-            input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
-            position_ids=torch.from_numpy(part.position_ids)[None].to(device),
+            **self._inputs(part, part.token_ids[None]),
+            position_ids=torch.from_numpy(positions).to(device),
             use_cache=False,
         ).last_hidden_state
         self._check(tree)
         return hidden[0]
 
+    def _inputs(self, part: MicroBatch, ids: NDArray[np.int32]) -> dict[str, Any]:
+        """Return the decoder's arguments for ids int32[B, T]: the ids, or embeddings with features of images.
+
+        Raises DataError for images without a tower.
+        """
+        device = self.model.device
+        if part.table is None or not (ids >= OWN).any():
+            return {"input_ids": torch.from_numpy(ids).long().to(device)}
+        if self.vision is None:
+            raise DataError(
+                f"a step to train has images, and {type(self.model).__name__} sees none here: take a model with a "
+                "vision tower as model.path; of one built by model.build, set training.vision=train"
+            )
+        return self.vision.inputs(self.model.get_input_embeddings(), ids, part.table, device)
+
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
         """Return [T, d], computed with each sequence as a row, padded at the end, where causal layers need no mask."""
         place, shape = rows(part)
-        ids = np.zeros(math.prod(shape), np.int64)
+        ids = np.zeros(math.prod(shape), np.int32)
         ids[place] = part.token_ids
-        device = self.model.device
+        device, positions = self.model.device, dict[str, Tensor]()
+        if part.axes is not None:
+            axes = np.zeros((3, len(ids)), np.int64)
+            axes[:, place] = part.axes
+            positions["position_ids"] = torch.from_numpy(axes).view(3, *shape).to(device)
         hidden: Tensor = decoder_of(self.model)(
-            input_ids=torch.from_numpy(ids).view(shape).to(device), use_cache=False
+            **self._inputs(part, ids.reshape(shape)), **positions, use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from treadle.core.errors import TrainingStopped
+from treadle.core.images import ImageIds
 from treadle.core.trainer import Conversation, Trainer
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, slots
@@ -87,9 +88,9 @@ class Supervised:
 
 def _calls(conversations: Sequence[Conversation]) -> list[PackedCall]:
     calls: list[PackedCall] = []
-    first = 0
+    first, table = 0, ImageIds()
     for number, conversation in enumerate(conversations):
-        for prompt, completion in conversation:
-            calls.append(PackedCall(np.concatenate([prompt, completion]), len(prompt), first, number))
+        for prompt, completion, *images in conversation:
+            calls.append(PackedCall.of(prompt, completion, first, number, images=images, table=table))
             first += len(completion)
     return calls

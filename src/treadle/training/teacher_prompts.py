@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.images import PromptImage
 from treadle.core.outcomes import as_played
 from treadle.core.registry import resolve
 from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason, Task, as_messages
@@ -24,6 +25,15 @@ from treadle.rendering.transcript import Transcript
 
 _SETTING = "algorithm.distillation.context"
 _TARGET = "algorithm.distillation.target"
+
+
+TeacherPrompt = tuple[Ids, tuple[PromptImage, ...]]
+"""Ids int32[P], and the images among them."""
+
+
+def asked_about(step: Step, prompt: TeacherPrompt | None) -> Step:
+    """Return a step with another prompt; None: its own."""
+    return step if prompt is None else replace(step, prompt_ids=prompt[0], images=prompt[1])
 
 
 def load_context(name: str) -> Callable[..., Any]:
@@ -65,9 +75,9 @@ class TeacherPrompts:
         self._renderer, self._limit = renderer, limit
         self._messages = Transcript(renderer).messages
 
-    def of(self, batch: FlatBatch) -> list[Ids | None]:
-        """Return the teacher's prompt of each of the S steps, int32[P]. Raises ConfigError, naming the function."""
-        numbers, made = batch.step_number, list[Ids | None]()
+    def of(self, batch: FlatBatch) -> list[TeacherPrompt | None]:
+        """Return the teacher's prompt of each of the S steps. Raises ConfigError, naming the function."""
+        numbers, made = batch.step_number, list[TeacherPrompt | None]()
         for number, j in zip(numbers, batch.trajectory_of_step, strict=True):
             group, trajectory = batch.groups[batch.group_of_trajectory[j]], batch.trajectories[j]
             step = trajectory.steps[number]
@@ -77,17 +87,18 @@ class TeacherPrompts:
                 asked = self._function(group.task, trajectory, step, siblings, self._messages)
             except Exception as error:
                 raise ConfigError(f"{where} raised {type(error).__name__}: {error}") from error
-            ids = None if asked is None else self._render(asked, where)
-            fits = ids is not None and len(ids) + len(step.completion_ids) <= self._limit
-            made.append(ids if fits else None)
+            prompt = None if asked is None else self._render(asked, where)
+            fits = prompt is not None and len(prompt[0]) + len(step.completion_ids) <= self._limit
+            made.append(prompt if fits else None)
         return made
 
-    def _render(self, asked: Sequence[Any], where: str) -> Ids:
+    def _render(self, asked: Sequence[Any], where: str) -> TeacherPrompt:
         try:
             messages = as_messages(asked, "its result") if isinstance(asked, Sequence) else ()
             if not messages:
                 raise DataError(f"its result is {asked!r:.100}")
-            return Conversation(self._renderer).render(messages).ids
+            prompt = Conversation(self._renderer).render(messages)
+            return prompt.ids, prompt.images
         except DataError as error:
             raise ConfigError(
                 f"{where} must return a list of messages for the teacher, or None to leave the step out: {error}"
@@ -137,4 +148,6 @@ class Truths:
                 "lower rollout.max_input_tokens, or shorten the text"
             )
         nothing = np.zeros(len(truth), np.float32)
-        return Step(step.prompt_ids, truth, nothing, np.zeros(len(truth), np.int32), SamplingParams(), StopReason.STOP)
+        versions = np.zeros(len(truth), np.int32)
+        reply = truth, nothing, versions, SamplingParams(), StopReason.STOP
+        return Step(step.prompt_ids, *reply, images=step.images)

@@ -108,6 +108,10 @@ class TeacherServer:
     async def _scores(
         self, steps: Sequence[Step | None], sizes: Sequence[int], k: int, vocabulary: int
     ) -> ServedScores:
+        if any(step is not None and step.images for step in steps):
+            raise TrainingStopped(
+                f"{_SETTING}: {self.url!r} scores ids, and a step has images; give the teacher as a path"
+            )
         asked = covering([b"" if step is None else _key(step) for step in steps])
         longest = sorted(set(asked) - {b""})
         most = max(map(len, longest), default=0) // _IDS.itemsize * (2 * k + 9)

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from treadle.core.engine import ComponentStatus
 from treadle.core.files import Manifest
+from treadle.core.images import PromptImage
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute
 from treadle.models.support import context_of, decoding_gap
+from treadle.models.vision import Tower
 from treadle.models.weights import described, gathered, published, saved, weights_digest
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import WarmStartConfig
@@ -34,7 +36,7 @@ class EmbeddedSource:
 
     tokenizer: directory of the tokenizer's files for exports. compute: where it computes, inline or on a thread.
     forward: the model's own; default: created on demand, so that a model need not be trainable.
-    ranks: processes that share the model; each has a source, and all are called together.
+    ranks: processes that share the model; each has a source, and all are called together. vision: see `Scorer`.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class EmbeddedSource:
         compute: Compute,
         forward: Forward | None = None,
         ranks: Ranks | None = None,
+        vision: Tower | None = None,
     ) -> None:
+        self._vision = vision
         self.module, self._tokenizer, self._compute, self._forward = module, tokenizer, compute, forward
         self._ranks = ranks or OneRank()
         text = module.config.get_text_config()
@@ -62,8 +66,8 @@ class EmbeddedSource:
         write = partial(destination.write, described(self.module))
         return await asyncio.to_thread(self._ranks.first, write, published(self.module))
 
-    async def score(self, ids: Ids) -> Floats:
-        return await self._compute.run(self._score, ids)
+    async def score(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
+        return await self._compute.run(self._score, ids, images)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
         await self._compute.run(self._export, directory, more)
@@ -74,9 +78,9 @@ class EmbeddedSource:
 
         self._ranks.first(write, gathered(saved(self.module)))
 
-    def _score(self, ids: Ids) -> Floats:
-        self._forward = self._forward or Forward(self.module, len(ids))
-        return self._forward.exact_logprobs(ids)
+    def _score(self, ids: Ids, images: Sequence[PromptImage]) -> Floats:
+        self._forward = self._forward or Forward(self.module, len(ids), vision=self._vision)
+        return self._forward.exact_logprobs(ids, images)
 
 
 class EmbeddedTrainer(EmbeddedSource):
