@@ -15,6 +15,7 @@ from treadle.core.types import Floats, Ids
 from treadle.engines.remote import RemoteEngine
 from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.model import MakeTower
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.weight_sync import SharedMemorySync
@@ -73,6 +74,8 @@ def make_engine(
     decode: Decode | None = None,
     grammars: Grammars | None = None,
     own_thread: bool = True,
+    vision: MakeTower | None = None,
     **options: Any,
 ) -> TorchEngine:
-    return TorchEngine(model, TorchEngineOptions(**options), decode=decode, grammars=grammars, own_thread=own_thread)
+    made = TorchEngineOptions(**options)
+    return TorchEngine(model, made, decode=decode, grammars=grammars, own_thread=own_thread, vision=vision)

@@ -28,8 +28,9 @@ import re
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ Pixels = NDArray[np.uint8]
 
 PLACE = "\ufffc"
 """Object replacement character: the place of an image in the content of a message (`Message.images`)."""
-OWN = 2**30
+OWN, _END = 2**30, 2**31
 """First id that stands for a placeholder of a certain image (`ImageIds`), above any vocabulary."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -145,12 +146,11 @@ class ImageIds:
         for image in images:
             first = self._first.get(image.processed)
             if first is None:
-                first = self._first[image.processed] = self._next
-                self._starts.append(first)
-                self._images.append(image)
-                self._next += image.tokens
-                if self._next >= 2**31:
-                    raise DataError(f"more than {2**30} placeholders of different images")
+                first = self._first[image.processed] = self._free(image.tokens)
+                number = bisect_right(self._starts, first)
+                self._starts.insert(number, first)
+                self._images.insert(number, image)
+                self._next = first + image.tokens
             made[image.places(ids)] = np.arange(first, first + image.tokens)
         return made
 
@@ -160,6 +160,22 @@ class ImageIds:
         placeholders = np.array([image.placeholder for image in self._images], np.int32)
         made[own] = placeholders[np.searchsorted(self._starts, ids[own], "right") - 1]
         return made
+
+    def _free(self, tokens: int) -> int:
+        """Return the first of so many unused ids, if possible those after the newest image's. Raises DataError."""
+        ends = (start + image.tokens for start, image in zip(self._starts, self._images, strict=True))
+        for first in chain((self._next, OWN), ends):
+            number = bisect_right(self._starts, first)
+            before = number and self._starts[number - 1] + self._images[number - 1].tokens
+            if before <= first and first + tokens <= (self._starts[number] if number < len(self._starts) else _END):
+                return first
+        raise DataError(f"more than {_END - OWN} placeholders of different images")
+
+    def forget(self, images: Collection[str]) -> None:
+        """Forget images that no ids in use show, by the hashes of what their processor made; their ids become free."""
+        for processed in images:
+            number = bisect_right(self._starts, self._first.pop(processed)) - 1
+            del self._starts[number], self._images[number]
 
     def image(self, ident: int) -> tuple[PromptImage, int]:
         """Return the image of an id >= `OWN`, and the number of its placeholder."""

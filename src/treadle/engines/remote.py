@@ -227,7 +227,7 @@ class RemoteEngine:
                 raise EngineEnded(self.failure)
             if session not in self._sessions:
                 raise EngineError(f"session {session!r} is not open")
-            self.limits.check_call(prompt_ids, sampling, session)
+            self.limits.check_call(prompt_ids, sampling, session, images)
             call = Call(prompt_ids, sampling, session, cache_salt, images)
             self._running += 1
             try:

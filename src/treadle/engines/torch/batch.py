@@ -14,11 +14,12 @@ from torch import Tensor
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import DataError, EngineError
+from treadle.core.images import ImageIds, PromptImage, axes
 from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
-from treadle.engines.torch.model import CachedModel, Predicted
+from treadle.engines.torch.model import Axes, CachedModel, Pictures, Predicted
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.rendering.grammars import Constraint
 
@@ -43,7 +44,8 @@ class EngineCounters:
 class Call:
     """A request for one completion. constraint: what a grammar and forbidden ids leave, if anything is left out, or
     what is wrong with the grammar. cancelled: set from any thread. made: time of the request, in seconds. stop: tokens
-    that end it; None: the engine's.
+    that end it; None: the engine's. images: of the prompt, whose placeholders have ids of their own once it joined the
+    batch. axes: of prompt and completion.
     """
 
     session: int
@@ -54,11 +56,21 @@ class Call:
     cancelled: bool = False
     made: float = field(default_factory=time.perf_counter)
     stop: frozenset[int] | None = None
+    images: tuple[PromptImage, ...] = ()
+    axes: Axes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.axes = axes(self.positions, self.images)
 
     @property
     def positions(self) -> int:
         """Maximum number of positions in its row, including one for padding."""
         return len(self.prompt) + self.sampling.max_tokens + 1
+
+    @property
+    def shift(self) -> int:
+        """How far the completion's positions, equal on all axes, are from its places in the row."""
+        return 0 if self.axes is None else int(self.axes[0, -1]) - (self.positions - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +122,7 @@ class Batch:
         self._model, self._options, self._decode = model, options, decode
         self._stop = frozenset(options.stop_token_ids)
         self._cached = CachedRows(int(options.cache_gib * 2**30), *model.cache_bytes())
+        self._images = _SessionImages()
         self._rows: list[_Row] = []  # row i of the cache
         self._computed: list[int] = []  # the rows of `_rules`
         self._rules: Rules = rules([])
@@ -137,6 +150,8 @@ class Batch:
         calls = calls[: self._room(live, calls)]
         if not calls:
             return 0
+        for call in calls:
+            call.prompt = self._images.put(call)
         entering = [self._row(call) for call in calls]
         cached = self._cached.place([row.cached for row in entering], max(r.call.positions for r in [*live, *entering]))
         self._rows = sorted([*live, *entering], key=lambda row: row.cached.row)
@@ -193,7 +208,8 @@ class Batch:
             for part in self._model.parts([(n, 0, len(row.cached_ids())) for n, row in enumerate(live)]):
                 where = self._where([live[number].cached.row for number, _, _ in part])
                 chunks = [live[number].cached_ids()[begin:end] for number, begin, end in part]
-                self._model.extend(self._cached.cache, where, chunks, [begin for _, begin, _ in part])
+                shown = self._pictures([live[number] for number, _, _ in part])
+                self._model.extend(self._cached.cache, where, chunks, [begin for _, begin, _ in part], shown)
 
     def sleep(self) -> None:
         """Free the memory of cache and weights until others are published. Raises EngineError while calls run."""
@@ -205,6 +221,7 @@ class Batch:
     def forget(self, sessions: Sequence[int]) -> None:
         """Drop cached sequences of closed sessions without running calls."""
         self._cached.forget(sessions)
+        self._images.forget(sessions)
 
     def clear(self) -> None:
         """Drop all rows and cached data, which are undefined after a failure."""
@@ -261,7 +278,7 @@ class Batch:
         if prompts == 1 or length < _PREFIX or not self._model.reuses:
             return 0
         once = KVCache(1, length + 1)
-        self._model.extend(once, slice(0, 1), [first[:length]], [0])
+        self._model.extend(once, slice(0, 1), [first[:length]], [0], self._pictures(rows[:1]))
         targets = torch.tensor([row.cached.row for row in rows], device=self._model.device)
         self._cached.cache.copy_rows(once, torch.zeros_like(targets), targets, length)
         self.counters.prefilled += length
@@ -276,7 +293,8 @@ class Batch:
             numbers, begins, _ends = zip(*part, strict=True)
             chunks = [rows[number].call.prompt[begin:end] for number, begin, end in part]
             where = self._where([rows[number].cached.row for number in numbers])
-            after = self._model.extend(self._cached.cache, where, chunks, begins)
+            shown = self._pictures([rows[number] for number in numbers])
+            after = self._model.extend(self._cached.cache, where, chunks, begins, shown)
             predicted.put(torch.tensor(numbers, device=self._model.device), after)
             self.counters.prefilled += sum(map(len, chunks))
 
@@ -294,6 +312,12 @@ class Batch:
         predicted.put(others, predicted, firsts)
         self.counters.shared += sum(len(rows[first].call.prompt) for first, _ in pairs)
 
+    def _pictures(self, rows: Sequence[_Row]) -> Pictures | None:
+        """Return what rows show; None for rows of text."""
+        if not any(row.call.images for row in rows):
+            return None
+        return Pictures(self._images.table, [row.call.axes for row in rows])
+
     def _where(self, rows: list[int]) -> slice | Tensor:
         """Return a slice if rows are consecutive (no copy), otherwise an index."""
         if rows == list(range(rows[0], rows[0] + len(rows))):
@@ -307,7 +331,11 @@ class Batch:
         positions = np.array([row.position() for row in rows])
         ids = torch.tensor([row.tokens[-1] for row in rows])[:, None]
         places = torch.from_numpy(positions)[:, None].to(self._model.device)
-        return self._model.forward(KVCall(self._cached.cache, where, places, int(positions.max()) + 1, False), ids)
+        call = KVCall(self._cached.cache, where, places, int(positions.max()) + 1, False)
+        shifts = [row.call.shift for row in rows]
+        if any(shifts):
+            call.places = places + torch.tensor(shifts, device=places.device)[:, None]
+        return self._model.forward(call, ids)
 
     def _draw(self, entering: set[int]) -> None:
         """Make the next draws of all rows. Entering rows use them now, the others from the next step on."""
@@ -367,6 +395,28 @@ class Batch:
         self._cached.release(row.cached, row.cached_ids())
         self.finished.append((row.call, error or row.completion(reason)))
         row.ended = reason
+
+
+class _SessionImages:
+    """Images of open sessions, which later calls may show again."""
+
+    def __init__(self) -> None:
+        self.table = ImageIds()
+        self._sessions: dict[str, set[int]] = {}  # hash of a processed image -> sessions
+
+    def put(self, call: Call) -> Ids:
+        """Return the call's prompt with the ids of its images' placeholders."""
+        for image in call.images:
+            self._sessions.setdefault(image.processed, set()).add(call.session)
+        return self.table.put(call.prompt, call.images)
+
+    def forget(self, sessions: Sequence[int]) -> None:
+        for owners in self._sessions.values():
+            owners.difference_update(sessions)
+        unseen = [processed for processed, owners in self._sessions.items() if not owners]
+        self.table.forget(unseen)
+        for processed in unseen:
+            del self._sessions[processed]
 
 
 def _supports(kept: Tensor, sampled: Tensor) -> list[Ids | None]:

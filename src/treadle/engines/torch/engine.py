@@ -28,6 +28,7 @@ from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.torch.batch import Batch, Call, Decode, EngineCounters
 from treadle.engines.torch.floor import engine_model
+from treadle.engines.torch.model import MakeTower
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.rendering.grammars import Constraint, Grammars
 
@@ -40,12 +41,13 @@ class Limits:
     """Checks calls against a model's limits.
 
     vocabulary: exclusive bound of ids. context: maximum number of tokens of prompt and completion together. slow: why
-    calls are computed one by one; None: they are not.
+    calls are computed one by one; None: they are not. blind: why images are refused; None: they are not.
     """
 
     vocabulary: int
     context: int
     slow: str | None = None
+    blind: str | None = None
 
     def warn_of_slowness(self) -> None:
         if self.slow is not None:
@@ -56,9 +58,24 @@ class Limits:
         if not len(ids) or ids.min() < 0 or ids.max() >= self.vocabulary:
             raise EngineError(f"{what} must be non-empty and in [0, {self.vocabulary})")
 
-    def check_call(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
-        """Raise EngineError for a prompt that `check_ids` refuses or that leaves no room for `max_tokens`."""
+    def check_images(self, ids: Ids, images: Sequence[PromptImage], what: str) -> None:
+        """Raise EngineError for images that the model is not shown, or that have no place among ids."""
+        if images and self.blind is not None:
+            raise EngineError(f"{what} show images, and {self.blind}; take a model that sees, or tasks without images")
+        try:
+            for image in images:
+                image.places(ids)
+        except DataError as error:
+            raise EngineError(f"{what}: {error}") from error
+
+    def check_call(
+        self, prompt: Ids, sampling: SamplingParams, session: str, images: Sequence[PromptImage] = ()
+    ) -> None:
+        """Raise EngineError for a prompt that `check_ids` or `check_images` refuses, or that leaves no room for
+        `max_tokens`.
+        """
         self.check_ids(prompt, f"prompt ids of session {session!r}")
+        self.check_images(prompt, images, f"prompt ids of session {session!r}")
         if len(prompt) + sampling.max_tokens > self.context:
             raise EngineError(
                 f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context "
@@ -79,8 +96,8 @@ class TorchEngine:
     model: any causal LM of Hugging Face. It is copied: publication copies weights, and never races with the optimizer.
     One whose layers cannot use the cache is computed call by call, with a warning (`RowModel`). decode: ids -> text,
     for stop strings. grammars: over the model's tokenizer. own_thread: whether to compute beside the event loop, so
-    that environments keep stepping; otherwise inline (`Compute`). Raises ConfigError with `options.routing` if the
-    choice of experts cannot be observed.
+    that environments keep stepping; otherwise inline (`Compute`). vision: makes the tower that shows images to the
+    copy. Raises ConfigError with `options.routing` if the choice of experts cannot be observed.
 
     Invariant: a call reuses only keys and values of the current weights, of a prefix of its prompt, computed for the
     same session and salt, or for calls of the same salt that were admitted together.
@@ -94,10 +111,11 @@ class TorchEngine:
         decode: Decode | None = None,
         grammars: Grammars | None = None,
         own_thread: bool = True,
+        vision: MakeTower | None = None,
     ) -> None:
         dtype = model.dtype if options.dtype is None else getattr(torch, options.dtype)
-        self._model = engine_model(model, dtype, options.prefill_tokens, options.routing, options.device)
-        self.limits = Limits(self._model.vocabulary, self._model.context, self._model.slow)
+        self._model = engine_model(model, dtype, options.prefill_tokens, options.routing, options.device, vision)
+        self.limits = Limits(self._model.vocabulary, self._model.context, self._model.slow, self._model.blind)
         self.limits.warn_of_slowness()
         self._options, self._decode, self._grammars = options, decode, grammars
         self._batch = Batch(self._model, options, decode)
@@ -154,15 +172,15 @@ class TorchEngine:
         `max_tokens` in the model's context, or a failure of the batch; DataError for a grammar that is wrong, or that
         no token of the vocabulary can continue.
         """
-        _check_sees(images)
         self._check_awake()
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
-        self.limits.check_call(prompt_ids, sampling, session)
+        self.limits.check_call(prompt_ids, sampling, session, images)
         if sampling.stop and self._decode is None:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
         constraint = self._constraint(sampling)
-        call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt, constraint)
+        prompt = np.array(prompt_ids, np.int32)
+        call = Call(self._sessions[session], prompt, sampling, cache_salt, constraint, images=tuple(images))
         if stop_token_ids is not None:
             call.stop = frozenset(stop_token_ids)
         request = _Request(session, call, asyncio.get_running_loop().create_future())
@@ -180,13 +198,12 @@ class TorchEngine:
         Its bits depend only on weights and arguments, and it does not affect other calls' bits, only delays them.
         Raises EngineError as `generate` does.
         """
-        _check_sees(images)
         self._check_awake()
-        self.limits.check_call(prompt_ids, sampling, "alone")
+        self.limits.check_call(prompt_ids, sampling, "alone", images)
         constraint = self._constraint(sampling)
         if isinstance(constraint, DataError):
             raise constraint
-        call = Call(0, np.array(prompt_ids, np.int32), sampling, constraint=constraint)
+        call = Call(0, np.array(prompt_ids, np.int32), sampling, constraint=constraint, images=tuple(images))
         try:
             return await self._between_tokens(self._compute_alone, call)
         finally:
@@ -197,14 +214,14 @@ class TorchEngine:
 
         Raises EngineError for ids outside the vocabulary, more than the model's context, or temperature 0.
         """
-        _check_sees(images)
         self._check_awake()
         self.limits.check_ids(ids, "ids to score")
+        self.limits.check_images(ids, images, "ids to score")
         if len(ids) > self.limits.context:
             raise EngineError(f"{len(ids)} tokens exceed the model's context of {self.limits.context}")
         if not temperature > 0:
             raise EngineError(f"scoring needs a temperature above 0, got {temperature}")
-        return await self._between_tokens(self._model.score, np.asarray(ids), temperature)
+        return await self._between_tokens(self._model.score, np.asarray(ids), temperature, images)
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy in weights, named as by `unique_weights`, between two tokens; drop all cached prefixes.
@@ -400,11 +417,6 @@ class TorchEngine:
         if isinstance(completion, DataError):
             raise completion
         return completion
-
-
-def _check_sees(images: Sequence[PromptImage]) -> None:
-    if images:
-        raise EngineError("this engine was given no `vision`, and its model sees no images")
 
 
 def _fail(request: _Request, error: BaseException) -> None:

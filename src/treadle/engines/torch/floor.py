@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import Ids
 from treadle.engines.torch.kv_cache import KVCache, KVCall
-from treadle.engines.torch.model import CachedModel, Predicted, Span
+from treadle.engines.torch.model import Axes, CachedModel, MakeTower, Pictures, Predicted, Span
 from treadle.models.support import why_not_packable
 
 _CACHES = "cache", "past_key_values", "cache_params", "state"  # names of transformers' caches, of several versions
@@ -34,12 +34,17 @@ _PROMPT, _PROBE = 5, 24  # tokens of the sequence that shows whether a cache is 
 
 
 def engine_model(
-    model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int, routing: bool, device: str | None
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    prefill_tokens: int,
+    routing: bool,
+    device: str | None,
+    vision: MakeTower | None = None,
 ) -> CachedModel:
     """Return the model for an engine: a `RowModel` if its layers cannot use the engine's cache. See `CachedModel`."""
     why = why_not_packable(model.config)
     if why is None:
-        cached = CachedModel(model, dtype, prefill_tokens, routing, device)
+        cached = CachedModel(model, dtype, prefill_tokens, routing, device, vision)
         try:
             cached.cache_bytes()
             return cached
@@ -79,6 +84,10 @@ class RowModel(CachedModel):
         # Ended rows must not be computed further either.
         return True
 
+    @property
+    def blind(self) -> str | None:
+        return f"{type(self.model).__name__} is sampled call by call, without images"
+
     def cache_bytes(self) -> tuple[int, int]:
         return self._bytes
 
@@ -86,8 +95,15 @@ class RowModel(CachedModel):
         # A prompt is never split: some layers cannot continue with several tokens.
         return [[span] for span in spans]
 
-    def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Predicted:
-        """Begin the rows with these chunks; return the predictions after each."""
+    def extend(
+        self,
+        cache: KVCache,
+        rows: slice | Tensor,
+        chunks: Sequence[Ids],
+        starts: Sequence[int],
+        pictures: Pictures | None = None,
+    ) -> Predicted:
+        """Begin the rows with these chunks, of text; return the predictions after each."""
         assert not any(starts), "no call starts from another's prefix"
         begun = [self._advance(None, torch.from_numpy(chunk).long()) for chunk in chunks]
         return self._kept(cache, rows, begun)
@@ -123,7 +139,7 @@ class RowModel(CachedModel):
         with self._half():
             return super()._predict(ids, **named)
 
-    def _logits(self, ids: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, places: Axes = None) -> Tensor:
         with self._half():
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits

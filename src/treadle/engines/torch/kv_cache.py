@@ -173,6 +173,8 @@ class KVCall:
 
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
     length: number of positions that queries may attend to. begins: whether all rows start fresh, without a state.
+    places: what the model is told of the tokens' positions, int64[B, C], or on three axes int64[3, B, C]; None: the
+    same.
     """
 
     cache: KVCache
@@ -180,6 +182,7 @@ class KVCall:
     positions: Tensor
     length: int
     begins: bool
+    places: Tensor | None = None
     _mask: dict[int | None, Tensor] = field(default_factory=dict)
     _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 

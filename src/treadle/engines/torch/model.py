@@ -10,19 +10,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import EngineError
+from treadle.core.images import OWN, ImageIds, PromptImage, axes
 from treadle.core.types import Floats, Ids
 from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.models.passing import Passing, handed
 from treadle.models.routing import Routers
 from treadle.models.states import States, stateful_layers
 from treadle.models.support import context_of, decoder_of, mixing_layers
+from treadle.models.vision import Tower
 from treadle.models.weights import adapter_weights, saved
 
 Span = tuple[int, int, int]  # row, first and last position + 1 of tokens to compute
+Axes = NDArray[np.int64] | None  # positions of a sequence's tokens on three axes, int64[3, T]; None: on one, from 0 on
+MakeTower = Callable[[PreTrainedModel], Tower | None]
+"""Returns the tower for an engine's copy of a model, which may contain it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +48,23 @@ class Predicted:
             self.routing[rows] = values.routing[of]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """What rows show. table: of the ids that stand for placeholders. axes: of each row."""
+
+    table: ImageIds
+    axes: Sequence[Axes]
+
+
 class CachedModel:
     """A copy of a Hugging Face decoder that reads and writes a `KVCache`; one with adapters shares the base's tensors.
 
     dtype: dtype of weights and cache; logits are always float32.
     prefill_tokens: maximum number of (padded) tokens per pass. routing: whether to report chosen experts. device:
-    device to compute on; None: the model's. slow: why the model is computed call by call (`RowModel`); None: it is not.
-    reuses: whether calls can start from cached sequences. Raises ConfigError with routing if the choice of experts
-    cannot be observed.
+    device to compute on; None: the model's. vision: makes the tower, for prompts with images. slow: why the model is
+    computed call by call (`RowModel`); None: it is not. reuses: whether calls can start from cached sequences. blind:
+    why it is shown no images; None: it can be. Raises ConfigError with routing if the choice of experts cannot be
+    observed.
     """
 
     slow: str | None = None
@@ -62,6 +77,7 @@ class CachedModel:
         prefill_tokens: int,
         routing: bool = False,
         device: str | None = None,
+        vision: MakeTower | None = None,
     ) -> None:
         adapted = bool(adapter_weights(model))
         shared: dict[int, Tensor] = {
@@ -86,6 +102,14 @@ class CachedModel:
         text = self.model.config.get_text_config()
         self.vocabulary, self.context = int(text.vocab_size), context_of(text)
         self.stateful = self._prepare()
+        self._tower = None if vision is None else vision(self.model)
+        self._shown: dict[str, Any] = {}  # arguments for the decoder in the next pass
+        decoder_of(self.model).register_forward_pre_hook(self._show, with_kwargs=True)
+
+    @property
+    def blind(self) -> str | None:
+        name = type(self.model).__name__
+        return f"{name} was loaded without a part that sees images" if self._tower is None else None
 
     def _prepare(self) -> bool:
         """Have the layers use the engine's cache; return whether any keeps a state."""
@@ -120,12 +144,19 @@ class CachedModel:
         shape = (rows, self._routers.layers, self._routers.top_k)
         return Predicted(logits, torch.empty(shape, dtype=torch.int16, device=self.device))
 
-    def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Predicted:
+    def extend(
+        self,
+        cache: KVCache,
+        rows: slice | Tensor,
+        chunks: Sequence[Ids],
+        starts: Sequence[int],
+        pictures: Pictures | None = None,
+    ) -> Predicted:
         """Append chunks[i] at position starts[i] of each row; return the predictions after each chunk.
 
         Chunks are padded on the left, so that every row's last token is in the last column; padding is written to the
         cache's last position, which no real query attends to. For a model with states, chunks must have one length, and
-        either all or none start at position 0.
+        either all or none start at position 0. pictures: of the rows; None: chunks are text.
         """
         width = max(map(len, chunks))
         ids = np.zeros((len(chunks), width), np.int64)
@@ -135,12 +166,33 @@ class CachedModel:
             positions[row, width - len(chunk) :] = np.arange(start, start + len(chunk))
         length = max(start + len(chunk) for chunk, start in zip(chunks, starts, strict=True))
         call = KVCall(cache, rows, torch.from_numpy(positions).to(self.device), length, not any(starts))
-        return self.forward(call, torch.from_numpy(ids))
+        if pictures is None:
+            return self.forward(call, torch.from_numpy(ids))
+        if any(each is not None for each in pictures.axes):
+            places = np.broadcast_to(positions, (3, *positions.shape)).copy()
+            for row, (each, chunk, start) in enumerate(zip(pictures.axes, chunks, starts, strict=True)):
+                if each is not None:
+                    places[:, row, width - len(chunk) :] = each[:, start : start + len(chunk)]
+            call.places = torch.from_numpy(places).to(self.device)
+        return self.forward(call, self._plain(ids, pictures.table))
 
     def forward(self, call: KVCall, ids: Tensor) -> Predicted:
         """Return the predictions after the last column. ids: int64[B, C]."""
         self._passing.current = call
-        return self._predict(ids, position_ids=call.positions, use_cache=False, logits_to_keep=1)[0]
+        places = call.positions if call.places is None else call.places
+        return self._predict(ids, position_ids=places, use_cache=False, logits_to_keep=1)[0]
+
+    def _plain(self, ids: NDArray[np.int64], table: ImageIds) -> Tensor:
+        """Return ids [..., C] for the next pass, in which the decoder gets the features of the table's images."""
+        if self._tower is None or ids.max() < OWN:
+            return torch.from_numpy(ids)
+        embedding = self.model.get_input_embeddings()
+        self._shown = self._tower.inputs(embedding, ids.astype(np.int32), table, self.device)
+        return torch.from_numpy(np.where(ids < OWN, ids, self._tower.processor.placeholder))
+
+    def _show(self, decoder: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        shown, self._shown = self._shown, {}
+        return (args, {**named, "input_ids": None, **shown}) if shown else None
 
     def _predict(self, ids: Tensor, **named: Any) -> tuple[Predicted, Any]:
         """Return the predictions after the last column of int64[B, C], and all that the model answers."""
@@ -180,18 +232,20 @@ class CachedModel:
         return parts
 
     @torch.inference_mode()
-    def score(self, ids: Ids, temperature: float) -> Floats:
+    def score(self, ids: Ids, temperature: float, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
-        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)
-        logits = self._logits(tokens)[:-1].float()
+        table = ImageIds()
+        tokens = self._plain(table.put(ids, images).astype(np.int64)[None], table).to(self.device)
+        logits = self._logits(tokens, axes(len(ids), images))[:-1].float()
         logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
 
-    def _logits(self, ids: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, places: Axes = None) -> Tensor:
         """Return the logits [T, V] of int64[1, T], computed in one pass without cache."""
         positions = torch.arange(ids.shape[1], device=self.device)[None]
         self._passing.current = KVCall(KVCache(1, ids.shape[1]), slice(0, 1), positions, ids.shape[1], begins=True)
-        logits: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        told = positions if places is None else torch.from_numpy(places)[:, None].to(self.device)
+        logits: Tensor = self.model(input_ids=ids, position_ids=told, use_cache=False).logits[0]
         return logits
 
     @torch.no_grad()
@@ -206,6 +260,8 @@ class CachedModel:
         for name, tensor in mine.items():
             tensor.untyped_storage().resize_(tensor.nbytes)  # no-op unless released
             tensor.copy_(weights[name])
+        if self._tower is not None:
+            self._tower.changed()
 
     def release(self) -> None:
         """Free the memory of the weights until others are loaded; with adapters, only theirs."""
