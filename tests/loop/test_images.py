@@ -37,7 +37,7 @@ def test_engine_and_learner_see_the_same(model: Model, family: str, tmp_path: Pa
         assert read_image(image.url).sha256 == image.sha256
     files = {file.name[:64] for file in (tmp_path / "run" / "images").iterdir()}
     assert {image.sha256 for step in steps for image in step.images} <= files
-    assert len(list(Record.open(tmp_path / "run").trajectories())) == 4 * 2 * 3
+    assert len(list(Record.open(tmp_path / "run").trajectories())) == 4 * 2 * 3 + 2 * 3  # and two evaluations
 
 
 @pytest.mark.parametrize("vision", ["frozen", "train"])

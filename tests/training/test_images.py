@@ -23,7 +23,7 @@ from treadle.models.vision import ImageProcessor, Tower
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.layout import Packing, Sharing
 from treadle.training.forward import Forward
-from treadle.training.objective import LossGradients, TokenScores
+from treadle.training.objective import LossGradients
 
 EXACT = 1e-10
 LAYOUTS = [(Packing.STEP, 8192), (Packing.CHAIN, 8192), (Packing.TREE, 8192), (Packing.CHAIN, 37), (Packing.TREE, 5)]

@@ -27,6 +27,7 @@ from treadle.loop.starts import load_demonstrated
 from treadle.loop.stopping import stop_on_signals
 from treadle.loop.thread_count import available_cores
 from treadle.models.chat import load_chat
+from treadle.models.towers import engine_tower
 from treadle.plan.config import RunConfig, config_of
 from treadle.plan.device import check_device, describe_device, unused_gpus
 from treadle.plan.inputs import Inputs, check_same_data, record_data
@@ -132,6 +133,8 @@ class Run:
             log,
             config.device,
             config.rollout.top_k,
+            partial(engine_tower, config.model, config.training.trains_tower, config.device),
+            config.training.trains_tower,
         )
         engine, weight_sync = await self.runtime.open_engine(spec)
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
-from treadle.core.errors import EngineError
+from treadle.core.errors import ConfigError, EngineError
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer, WeightSource, WeightSync
 from treadle.core.types import Routing
@@ -23,6 +23,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.remote import start_engine
 from treadle.engines.staging import temporary_directory
+from treadle.engines.torch.model import MakeTower
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
@@ -99,7 +100,8 @@ class EngineSpec:
     one, which is kept. routing: whether to report chosen experts. pinned: sessions keep the version of their first
     call, at most this many behind the newest. probabilities: how many of the sampler's to report at each token. log:
     receives lines for the run's output. device: device of Treadle's own engine. top_k: training's, of which vLLM must
-    report the kept tokens.
+    report the kept tokens. vision: makes the tower for a model of `load_model`; None: it sees nothing. trains_tower:
+    whether published weights include it.
     """
 
     config: EngineConfig
@@ -113,6 +115,8 @@ class EngineSpec:
     log: Callable[[str], None] = lambda line: None
     device: str = "cpu"
     top_k: int = 0
+    vision: MakeTower | None = None
+    trains_tower: bool = False
 
     def log_directory(self) -> Path:
         return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
@@ -134,6 +138,11 @@ async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
 async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open Treadle's own engine, in this process or a separate one; see `OpenEngine`."""
     if spec.config.own_process:
+        if spec.trains_tower:
+            raise ConfigError(
+                "training.vision is 'train', and an engine in a process of its own has the language model alone; set "
+                "engine.own_process to false"
+            )
         with ExitStack() as cleanup:
             folder = _directory(cleanup)
             await spec.source.export(folder)
@@ -156,7 +165,7 @@ async def open_serving(
     config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource, device: str = "cpu"
 ) -> Engine:
     """Return an engine that serves an untrained model. Raises as `open_engine`."""
-    spec = EngineSpec(config, renderer, source, lambda: source.module, device=device)
+    spec = EngineSpec(config, renderer, source, lambda: source.module, device=device, vision=lambda _: source.vision)
     engine, weight_sync = await open_engine(spec)
     try:
         # Servers already running may have any weights.
@@ -175,7 +184,9 @@ def embedded_engine(spec: EngineSpec, model: PreTrainedModel) -> LocalEngine:
     """
     options = torch_options(spec)
     renderer = spec.renderer
-    return make_engine(model, options, renderer.decode, renderer.grammars, own_thread=not options.lock_step)
+    return make_engine(
+        model, options, renderer.decode, renderer.grammars, own_thread=not options.lock_step, vision=spec.vision
+    )
 
 
 def torch_options(spec: EngineSpec) -> TorchEngineOptions:

@@ -26,6 +26,11 @@ def trained_tower(config: ModelConfig, model: PreTrainedModel, trained: bool = T
     return Tower(model, _processor(*places), trained)
 
 
+def engine_tower(config: ModelConfig, whole: bool, device: str, copy: PreTrainedModel) -> Tower | None:
+    """Return the tower for an engine with a copy of the configured model. whole: whether the copy contains it."""
+    return trained_tower(config, copy, trained=False) if whole else tower_of(config, device)
+
+
 def tower_of(config: ModelConfig, device: str) -> Tower | None:
     """Return the configured model's frozen tower; None for a model without one, or one that is built.
 

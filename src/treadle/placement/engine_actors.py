@@ -76,7 +76,13 @@ async def open_engines(plan: RuntimePlan, reservation: Reservation, spec: Engine
     make = partial(
         make_engine,
         spec.load_model,
-        partial(make_local_engine, options=options, decode=spec.renderer.decode, grammars=spec.renderer.grammars),
+        partial(
+            make_local_engine,
+            options=options,
+            decode=spec.renderer.decode,
+            grammars=spec.renderer.grammars,
+            vision=spec.vision,
+        ),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled() and device == "cpu",
     )

@@ -48,7 +48,7 @@ class EmbeddedSource:
         ranks: Ranks | None = None,
         vision: Tower | None = None,
     ) -> None:
-        self._vision = vision
+        self.vision = vision
         self.module, self._tokenizer, self._compute, self._forward = module, tokenizer, compute, forward
         self._ranks = ranks or OneRank()
         text = module.config.get_text_config()
@@ -79,7 +79,7 @@ class EmbeddedSource:
         self._ranks.first(write, gathered(saved(self.module)))
 
     def _score(self, ids: Ids, images: Sequence[PromptImage]) -> Floats:
-        self._forward = self._forward or Forward(self.module, len(ids), vision=self._vision)
+        self._forward = self._forward or Forward(self.module, len(ids), vision=self.vision)
         return self._forward.exact_logprobs(ids, images)
 
 

@@ -23,9 +23,11 @@ from treadle.core.images import PromptImage
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.model import MakeTower
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.model_files import is_adapter
 from treadle.models.pretrained import load_pretrained
+from treadle.models.towers import frozen_tower
 from treadle.rendering.grammars import Grammars
 
 
@@ -35,15 +37,16 @@ def make_engine(
     decode: Decode | None,
     grammars: Grammars | None = None,
     own_thread: bool = True,
+    vision: MakeTower | None = None,
 ) -> LocalEngine:
     """Return an engine for the model, with one version per session if `options.pinned` is set.
 
-    Engines of several versions share the memory for caches.
+    vision: see `TorchEngine`. Engines of several versions share the memory for caches.
     """
     if options.pinned is None:
-        return TorchEngine(model, options, decode=decode, grammars=grammars, own_thread=own_thread)
+        return TorchEngine(model, options, decode=decode, grammars=grammars, own_thread=own_thread, vision=vision)
     each = replace(options, cache_gib=options.cache_gib / (options.pinned + 1))
-    make = partial(TorchEngine, model, each, decode=decode, grammars=grammars, own_thread=own_thread)
+    make = partial(TorchEngine, model, each, decode=decode, grammars=grammars, own_thread=own_thread, vision=vision)
     return PinnedEngine(make, options.pinned)
 
 
@@ -64,7 +67,11 @@ def load_engine(model: Path, options: TorchEngineOptions, threads: int, determin
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     grammars = Grammars(tokenizer.backend_tokenizer)
     return make_engine(
-        module, options, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), grammars
+        module,
+        options,
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        grammars,
+        vision=lambda _: None if is_adapter(model) else frozen_tower(model, device=options.device or "cpu"),
     )
 
 
