@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -35,7 +36,8 @@ IDEFICS = (
     "<row_1_col_1>",
     "<row_1_col_2>",
 )
-FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 """Families whose images are trained and sampled; SmolVLM has Idefics 3's architecture and processor."""
 
 _TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
@@ -76,6 +78,17 @@ def _fields(family: str, ids: dict[str, int], vocabulary: int) -> dict[str, Any]
             "scale_factor": 2,
             "tie_word_embeddings": False,
         }
+    if family == "gemma3":
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sliding = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+        return {
+            "text_config": {**text, **sliding, "hidden_size": 64},  # its root, a factor of embeddings, is exact
+            "vision_config": {**vision, "image_size": 32, "patch_size": 8},
+            "mm_tokens_per_image": 4,
+            "image_token_index": ids["<image_soft_token>"],
+            "boi_token_index": ids["<start_of_image>"],
+            "eoi_token_index": ids["<end_of_image>"],
+        }
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
     text["rope_parameters"] = dict(_MROPE)
@@ -101,9 +114,13 @@ def _fields(family: str, ids: dict[str, int], vocabulary: int) -> dict[str, Any]
 
 def tokenizer(family: str) -> PreTrainedTokenizerBase:
     """The demo's tokenizer with the family's tokens around images, and a template that writes them."""
-    made = AutoTokenizer.from_pretrained(TOKENIZER)
-    made.add_special_tokens({"additional_special_tokens": list(IDEFICS if family == "idefics3" else SPECIAL)})
-    written = "<image>" if family == "idefics3" else "<|vision_start|><|image_pad|><|vision_end|>"
+    named = GEMMA if family == "gemma3" else {}
+    made = AutoTokenizer.from_pretrained(TOKENIZER, extra_special_tokens=named)
+    if family != "gemma3":
+        made.add_special_tokens({"additional_special_tokens": list(IDEFICS if family == "idefics3" else SPECIAL)})
+    written = {"idefics3": "<image>", "gemma3": "<start_of_image>"}.get(
+        family, "<|vision_start|><|image_pad|><|vision_end|>"
+    )
     made.chat_template = _TEMPLATE.replace("IMAGE", written)
     return cast(PreTrainedTokenizerBase, made)
 
@@ -126,6 +143,11 @@ def write(directory: Path, family: str, dtype: torch.dtype = torch.float32, **te
         sides = {"longest_edge": 32}
         processor = Idefics3ImageProcessorPil(size=sides, max_image_size=sides, do_image_splitting=True)
         (directory / "processor_config.json").write_text('{"processor_class": "Idefics3Processor", "image_seq_len": 4}')
+    elif family == "gemma3":
+        processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+        (directory / "processor_config.json").write_text(
+            '{"processor_class": "Gemma3Processor", "image_seq_length": 4}'
+        )
     else:
         limits = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
         processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=limits)
@@ -188,6 +210,8 @@ def own_logits(
             named["pixel_values"] = named["pixel_values"].to(model.dtype)
         if "image_grid_thw" in named:
             named["mm_token_type_ids"] = (tokens == processor.placeholder).int()
+        elif model.config.model_type == "gemma3":
+            named["token_type_ids"] = (tokens == processor.placeholder).int()
     with torch.set_grad_enabled(grad):
         return cast(torch.Tensor, model(input_ids=tokens, use_cache=False, **named).logits[0])
 

@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CACHED = 64  # processed images, and features of a frozen tower
 _OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
-_OF_THE_TEXT |= {"rows", "cols"}  # of Idefics 3: numbers of parts of an image
+_OF_THE_TEXT |= {"rows", "cols", "num_crops"}  # numbers of an image's parts
 
-SEEING = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+BOTH_WAYS = ("gemma3",)
+"""Families in which a placeholder of an image attends to all others of it, also to later ones."""
+SEEING = (
+    *("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *BOTH_WAYS,
+)
 """Families (`model_type`) with images that learner and engine compute as transformers does."""
 
 
@@ -103,7 +108,12 @@ class ImageProcessor:
 
     @functools.cached_property
     def placeholder(self) -> int:
-        return int(self._own.image_token_id)
+        return int(self._own.image_token_ids[0])  # Gemma 3's `image_token_id` is that of what begins an image
+
+    @functools.cached_property
+    def _written(self) -> str:
+        """The placeholder in `Prepared.text`."""
+        return str(self._own.tokenizer.convert_ids_to_tokens(self.placeholder))
 
     @functools.cached_property
     def settings(self) -> str:
@@ -143,7 +153,9 @@ class ImageProcessor:
             frames, rows, columns = map(int, arrays["image_grid_thw"][0])
             grid = frames, rows // merge, columns // merge
         height, width, _ = picture.pixels.shape
-        return Prepared(picture.sha256, (width, height), digest.hexdigest(), text, text.count(self.name), grid, arrays)
+        return Prepared(
+            picture.sha256, (width, height), digest.hexdigest(), text, text.count(self._written), grid, arrays
+        )
 
     def checked(self, image: PromptImage) -> Prepared:
         """Process a recorded image again. Raises DataError if the result is not the recorded one."""
@@ -234,6 +246,11 @@ class Tower:
                 f"{self.processor.placeholder} in its processor's tokenizer; set it to that"
             )
         return model
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether placeholders attend in both directions inside an image. Loads the model."""
+        return self._model.config.model_type in BOTH_WAYS
 
     def changed(self) -> None:
         """Call after the model's weights changed."""

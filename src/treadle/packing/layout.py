@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import DataError
-from treadle.core.images import ImageIds
+from treadle.core.images import OWN, ImageIds
 from treadle.core.types import Ids, Routing
 from treadle.packing.flat import Indices, PackedCall
 from treadle.packing.tree import PrefixTree, depth_first
@@ -223,8 +223,33 @@ class MicroBatch:
     axes: Indices | None = None
 
 
-def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
+def image_ends(token_ids: Ids, depth: Indices) -> Indices:
+    """Return int64[T]: for each placeholder of an image, the node after the stretch of them that it is in; for other
+    nodes the next one.
+    """
+    same = (token_ids[1:] >= OWN) & (token_ids[1:] == token_ids[:-1] + 1) & (depth[1:] == depth[:-1] + 1)
+    ends = np.append(np.flatnonzero(~same) + 1, len(token_ids))
+    return ends[np.searchsorted(ends, np.arange(len(token_ids)), "right")]
+
+
+def cuts(tree: PrefixTree, budget: int, whole_images: bool = False) -> list[tuple[int, int]]:
+    """Return the bounds of the pieces of `chunks`."""
+    if not whole_images or tree.table is None or len(tree) <= budget:
+        return [(start, min(start + budget, len(tree))) for start in range(0, len(tree), budget)]
+    ends, bounds, start = image_ends(tree.token_ids, tree.depth), [], 0
+    uncut = np.append(np.unique(ends), len(tree))  # nodes before which a piece may begin
+    while start < len(tree):
+        within = uncut[(uncut > start) & (uncut <= start + budget)]
+        end = int(within[-1] if len(within) else uncut[uncut > start][0])
+        bounds.append((start, end))
+        start = end
+    return bounds
+
+
+def chunks(tree: PrefixTree, budget: int, count: int = 0, whole_images: bool = False) -> list[MicroBatch]:
     """Return the tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
+
+    whole_images: cut between images, not inside; a piece may then be as long as an image is.
 
     Later nodes need from earlier ones only the keys and values of their ancestors, and all ancestors of a piece outside
     it are ancestors of its first node.
@@ -234,8 +259,7 @@ def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
     sources = tree.source[pairs]
     context, branches = np.empty(0, np.int64), tree.branches
     pieces = []
-    for start in range(0, len(tree), budget):
-        end = min(start + budget, len(tree))
+    for start, end in cuts(tree, budget, whole_images):
         first, last = np.searchsorted(sources, (start, end))
         pieces.append(_chunk(tree, start, end, context, np.sort(pairs[first:last]), branches))
         keys = np.concatenate([context, np.arange(start, end)])

@@ -33,7 +33,7 @@ from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
 from treadle.models.vision import Tower
 from treadle.packing.flat import PackedCall
-from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, lay_out, row_batches
+from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, cuts, lay_out, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, Past, Shape, Store
 from treadle.training.attention.select import kernel_for
@@ -122,7 +122,7 @@ class Forward:
 
     def passes(self, tree: PrefixTree) -> int:
         """Return the number of forward passes for a tree: one, if it fits the budget."""
-        return max(1, math.ceil(len(tree) / self._chunk_size(tree)))
+        return max(1, len(cuts(tree, self._chunk_size(tree), self._both_ways(tree))))
 
     def exact_logprobs(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], without autocast.
@@ -187,7 +187,11 @@ class Forward:
         return scores
 
     def _chunks(self, tree: PrefixTree, passes: int) -> list[MicroBatch]:
-        return chunks(tree, self._chunk_size(tree), passes)
+        return chunks(tree, self._chunk_size(tree), passes, self._both_ways(tree))
+
+    def _both_ways(self, of: PrefixTree | MicroBatch) -> bool:
+        vision = self.scorer.vision
+        return of.table is not None and vision is not None and vision.both_ways
 
     def _chunk_size(self, tree: PrefixTree) -> int:
         return self.budget if self.shares else max(len(tree), 1)
@@ -282,7 +286,11 @@ class Forward:
         return TokenScores(part.flat, **self.scorer(call))
 
     def _kernel(self, part: MicroBatch) -> Kernel | None:
-        return (self._make_kernel or kernel_for(self.model.device))(Shape.of(part)) if self.shares else None
+        return (
+            (self._make_kernel or kernel_for(self.model.device))(Shape.of(part, self._both_ways(part)))
+            if self.shares
+            else None
+        )
 
     # --- what could be silently wrong ---
 

@@ -57,7 +57,7 @@ def dense(count: Tensor | None, index: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [4, 128])
-@given(shape=shapes(longest=60), window=st.sampled_from([*WINDOWS, 8, 20]))
+@given(shape=shapes(longest=60, ahead=True), window=st.sampled_from([*WINDOWS, 8, 20]))
 def test_blocks(size: int, shape: Shape, window: int | None) -> None:
     """Nothing visible is left out, full blocks are full; without a window, the lists are exactly that."""
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_through_a_window_far_blocks_are_left_out_and_near_ones_full(context: in
 def test_it_is_the_reference(longest: int) -> None:
     @settings(max_examples=20)
     @given(
-        shape=shapes(longest),
+        shape=shapes(longest, ahead=True),
         heads=HEADS,
         window=st.sampled_from(WINDOWS),
         scale=st.sampled_from([0.05, 0.5, 2.0]),

@@ -1,7 +1,7 @@
 """Random prefix trees, whole and in chunks, and what a kernel makes of them beside the reference."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks
 from treadle.packing.tree import PrefixTree
 from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.attention.select import Dense
+from treadle.training.attention.tiles import runs
 
 WINDOWS = (None, 1, 3, 70)
 # What a layer may ask for beside a window: sinks, or not; the cap of scores.
@@ -48,8 +49,20 @@ def parts(draw: st.DrawFn, longest: int = 12, count: int = 8) -> tuple[PrefixTre
     return tree, draw(st.sampled_from(cut))
 
 
-def shapes(longest: int = 12, count: int = 8) -> st.SearchStrategy[Shape]:
-    return parts(longest, count).map(lambda part: Shape.of(part[1]))
+def shapes(longest: int = 12, count: int = 8, ahead: bool = False) -> st.SearchStrategy[Shape]:
+    """ahead: often with nodes that see each other, as placeholders of one image."""
+    made = parts(longest, count).map(lambda part: Shape.of(part[1]))
+    return st.builds(with_images, made, st.integers(0, 2**32 - 1)) if ahead else made
+
+
+def with_images(shape: Shape, seed: int) -> Shape:
+    """The shape with up to two stretches in each run whose nodes all see each other; seed 0: without."""
+    random, ends = np.random.default_rng(seed), np.arange(shape.nodes) + shape.context + 1
+    for start, end, _ in runs(shape) if seed else []:
+        if start >= shape.context:
+            a, b, c, d = sorted(random.integers(start, end + 1, 4) - shape.context)
+            ends[a:b], ends[c:d] = b + shape.context, d + shape.context
+    return replace(shape, ahead=torch.from_numpy(ends)) if seed else shape
 
 
 def chain(nodes: int, context: int = 0) -> Shape:

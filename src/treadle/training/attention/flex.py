@@ -56,12 +56,16 @@ def block_mask(shape: Shape, window: int | None, device: torch.device) -> BlockM
     first_query = shape.context + np.arange(0, shape.nodes, _BLOCK)[:, None]
     end_query = first_query + _BLOCK
     some = (first_key < end_query) & (key_end.max(1) > first_query)
+    ahead = np.zeros((len(first_query), 1), np.int64)
+    if shape.ahead is not None:
+        ahead = _blocks(np.pad(shape.ahead.numpy(), (0, -shape.nodes % _BLOCK))).max(1)[:, None]
     every = (first_key + _BLOCK <= first_query + 1) & (key_end.min(1) >= end_query)
     if window is not None:
         key_depth = _blocks(np.pad(depth, (0, -len(depth) % _BLOCK), mode="edge"))
         query_depth = _blocks(np.pad(depth[shape.context :], (0, -shape.nodes % _BLOCK), mode="edge"))
         some &= query_depth.min(1)[:, None] - key_depth.max(1) < window
         every &= query_depth.max(1)[:, None] - key_depth.min(1) < window
+    some |= (first_key + _BLOCK > first_query) & (first_key < ahead)
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~every, device),
         *_ordered(every, device),
@@ -94,14 +98,20 @@ def _visible(shape: Shape, window: int | None, device: torch.device) -> Mask:
         node = query + context
         return (key <= node) & (node < subtree_end[key])
 
-    if window is None:
-        return below
-    reach = torch.tensor(window, device=device, dtype=torch.int32)
+    reach = torch.tensor(0 if window is None else window, device=device, dtype=torch.int32)
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return below(batch, head, query, key) & (depth[query + context] - depth[key] < reach)
 
-    return near
+    seen = below if window is None else near
+    if shape.ahead is None:
+        return seen
+    ahead = shape.ahead.to(device, torch.int32)
+
+    def both_ways(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return seen(batch, head, query, key) | ((key > query + context) & (key < ahead[query]))
+
+    return both_ways
 
 
 def _capped(softcap: float, like: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:

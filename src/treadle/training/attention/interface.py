@@ -18,7 +18,7 @@ from treadle.core.errors import ConfigError
 from treadle.models.passing import handed
 from treadle.models.states import State
 from treadle.packing.flat import Indices
-from treadle.packing.layout import MicroBatch
+from treadle.packing.layout import MicroBatch, image_ends
 from treadle.packing.segments import Together
 
 ATTENTION = "treadle_tree"
@@ -30,21 +30,35 @@ class Shape:
 
     depth int64[C + T]: position of every key. subtree_end int64[C + T]: node i sees key j exactly if j <= context + i <
     subtree_end[j]; with a sliding window only if also depth_i - depth_j < window.
+    ahead int64[T]: node i also sees keys up to ahead[i], those of its own image, whatever the window; None without
+    images that are seen both ways.
     """
 
     depth: Tensor
     subtree_end: Tensor
     context: int
+    ahead: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> Shape:
-        """Return the shape of a micro-batch, on the CPU: kernels move what they need."""
-        depth = torch.from_numpy(batch.position_ids)
-        return cls(
-            torch.cat([torch.arange(len(batch.context)), depth]),
-            torch.from_numpy(batch.subtree_end),
-            len(batch.context),
-        )
+    def of(cls, batch: MicroBatch, both_ways: bool = False) -> Shape:
+        """Return the shape of a micro-batch, on the CPU: kernels move what they need.
+
+        both_ways: whether a placeholder of an image sees all others of it.
+        """
+        depth, context = torch.from_numpy(batch.position_ids), len(batch.context)
+        ahead = None
+        if both_ways and batch.table is not None:
+            ahead = torch.from_numpy(image_ends(batch.token_ids, batch.position_ids)) + context
+        return cls(torch.cat([torch.arange(context), depth]), torch.from_numpy(batch.subtree_end), context, ahead)
+
+    @property
+    def seen_ahead(self) -> list[tuple[int, int]]:
+        """Return (start, end) as keys of each stretch of nodes that all see each other."""
+        if self.ahead is None:
+            return []
+        nodes = torch.arange(self.nodes) + self.context
+        ends = self.ahead[self.ahead > nodes + 1].unique()
+        return [(int(nodes[self.ahead == end][0]), int(end)) for end in ends]
 
     @property
     def nodes(self) -> int:

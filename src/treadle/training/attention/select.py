@@ -51,6 +51,8 @@ def visible(shape: Shape, window: int | None) -> Tensor:
     mask = (keys <= nodes) & (nodes < shape.subtree_end)
     if window is not None:
         mask &= shape.depth[shape.context :, None] - shape.depth < window
+    if shape.ahead is not None:
+        mask |= (keys > nodes) & (keys < shape.ahead[:, None])
     return mask
 
 
@@ -70,8 +72,8 @@ def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
 class Cuda:
     """Computes tree attention (`Kernel`) on GPUs: by `Varlen` where possible, otherwise by `Flex`.
 
-    `Varlen` needs half precision, attention without sinks and soft caps, and a tree with limited sharing, so that
-    gathered keys do not fill the memory.
+    `Varlen` needs half precision, attention without sinks, soft caps and images seen both ways, and a tree with limited
+    sharing, so that gathered keys do not fill the memory.
     """
 
     shape: Shape
@@ -95,6 +97,6 @@ class Cuda:
         size = query.shape[2]
         flash = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
         few = gathered(self.shape, window) <= _COPIES * len(self.shape.depth)
-        plain = sinks is None and softcap is None
+        plain = sinks is None and softcap is None and self.shape.ahead is None
         kernel = self.varlen if flash and plain and few else self.flex
         return kernel(query, key, value, scale, window, sinks, softcap)

@@ -50,7 +50,7 @@ _CALL = 2**19  # cost of a call, in multiply-adds of scores: smaller rectangles 
 
 class Rectangle(NamedTuple):
     """Queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the window
-    ends inside."""
+    ends inside. ahead: queries see only the keys after themselves."""
 
     first_query: int
     end_query: int
@@ -58,6 +58,7 @@ class Rectangle(NamedTuple):
     end_key: int
     causal: bool = False
     edge: bool = False
+    ahead: bool = False
 
     @property
     def height(self) -> int:
@@ -81,8 +82,15 @@ def runs(shape: Shape) -> list[tuple[int, int, int]]:
 
 def rectangles(shape: Shape, window: int | None) -> list[list[Rectangle]]:
     """Return all of attention in rounds: no query appears twice in one; the first has every node over itself."""
-    if window is not None and int(shape.depth.max()) >= window:
-        return _windowed(shape, window)
+    windowed = window is not None and int(shape.depth.max()) >= window
+    rounds = _windowed(shape, window) if windowed and window is not None else _unlimited(shape)
+    c = shape.context
+    ahead = [Rectangle(start - c, end - c, start, end, ahead=True) for start, end in shape.seen_ahead]
+    return [*rounds, ahead] if ahead else rounds
+
+
+def _unlimited(shape: Shape) -> list[list[Rectangle]]:
+    """Return rounds of runs: each over itself, then all nodes below it over it."""
     rounds: list[list[Rectangle]] = [[]]
     open_ends: list[int] = []  # ends of the runs above the current one
     for start, end, below in runs(shape):
@@ -210,7 +218,7 @@ def tiles(shape: Shape, window: int | None, features: int) -> list[Tile]:
 
 def _buckets(same_round: Sequence[Rectangle], call: int) -> Iterator[list[Rectangle]]:
     """Group rectangles of similar size, as long as the padding costs less than another call (`call` scores)."""
-    ordered = sorted(same_round, key=lambda r: (r.edge, -r.height, -r.width))
+    ordered = sorted(same_round, key=lambda r: (r.edge, -r.height, -r.width))  # of one kind, if they look ahead
     bucket: list[Rectangle] = []
     width = 0
     for rectangle in ordered:
@@ -229,10 +237,10 @@ def _buckets(same_round: Sequence[Rectangle], call: int) -> Iterator[list[Rectan
 def _tile(shape: Shape, bucket: Sequence[Rectangle], window: int | None, own: bool) -> Tile:
     queries = Ranges.of([(r.first_query, r.end_query) for r in bucket])
     keys = Ranges.of([(r.first_key, r.end_key) for r in bucket])
-    edge = bucket[0].edge
+    edge, ahead = bucket[0].edge, bucket[0].ahead
     padded = any(r.width < keys.width for r in bucket)
     # A causal triangle hides padding at its end.
-    if not edge and (own or not padded):
+    if not edge and not ahead and (own or not padded):
         return Tile(queries, keys, own, causal=own)
     key_depth = _padded(shape.depth, [(r.first_key, r.end_key) for r in bucket], keys.width)
     visible = torch.zeros(len(bucket), 1, 1, keys.width, dtype=torch.bool)
@@ -242,8 +250,10 @@ def _tile(shape: Shape, bucket: Sequence[Rectangle], window: int | None, own: bo
         nodes = [(r.first_query + shape.context, r.end_query + shape.context) for r in bucket]
         distance = _padded(shape.depth, nodes, queries.width)[:, None, :, None] - key_depth[:, None, None, :]
         visible = visible & (distance < window) & (distance >= 0)
+    if ahead:
+        visible = visible & torch.ones(queries.width, keys.width, dtype=torch.bool).triu(1)
     mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    return Tile(queries, keys, own, False, mask, ~visible.any(-1) if edge and not own else None)
+    return Tile(queries, keys, own, False, mask, ~visible.any(-1) if (edge or ahead) and not own else None)
 
 
 def _padded(values: Tensor, bounds: Sequence[tuple[int, int]], width: int) -> Tensor:
