@@ -211,6 +211,15 @@ def axes(length: int, images: Sequence[PromptImage]) -> NDArray[np.int64] | None
     return np.concatenate(parts, 1)
 
 
+def image_ends(ids: NDArray[Any], depth: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return int64[T]: for each placeholder of an image (ids int[T] of `ImageIds`), the place after the stretch of them
+    that it is in; for other tokens the next one. depth int64[T]: of a sequence or tree.
+    """
+    same = (ids[1:] >= OWN) & (ids[1:] == ids[:-1] + 1) & (depth[1:] == depth[:-1] + 1)
+    ends = np.append(np.flatnonzero(~same) + 1, len(ids))
+    return ends[np.searchsorted(ends, np.arange(len(ids)), "right")]
+
+
 @functools.lru_cache(maxsize=2)
 def picture_of(url: str) -> Picture:
     """Read a data URL that was checked before (`as_messages`), whatever its size."""

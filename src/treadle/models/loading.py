@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -123,12 +124,37 @@ def _load(directory: Path, field: str, weights: bool, whole: bool = False) -> Pr
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Compute buffers that no model file contains, such as rotary frequencies, for newly allocated tensors."""
+    """Compute buffers that no model file contains, such as rotary frequencies, for newly allocated tensors.
+
+    Raises ConfigError for a model that computes some only where it is made.
+    """
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips those
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
+    made = [
+        (f"{path}.{name}", buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    ]
+    for _, buffer in made:
+        buffer.fill_(_UNSET)
+    _compute_buffers(model, model)
+    if left := [name for name, buffer in made if buffer.numel() and bool((buffer == _UNSET).all())]:
+        raise ConfigError(
+            f"{type(model).__name__} computes {left[0]} only where it is made, so that it cannot be loaded in parts"
+        )
+
+
+_UNSET = 77  # in buffers that are not computed yet
+
+
+def _compute_buffers(module: nn.Module, owner: PreTrainedModel) -> None:
+    """As transformers initializes modules: each by the innermost of its models that contain it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    if module._non_persistent_buffers_set:
+        owner._init_weights(module)
+    for child in module.children():
+        _compute_buffers(child, owner)
 
 
 def _read_by_the_model(config: PretrainedConfig, names: Iterable[str]) -> set[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import DataError
-from treadle.core.images import OWN, ImageIds
+from treadle.core.images import ImageIds, image_ends
 from treadle.core.types import Ids, Routing
 from treadle.packing.flat import Indices, PackedCall
 from treadle.packing.tree import PrefixTree, depth_first
@@ -221,15 +221,6 @@ class MicroBatch:
     routing: Routing | None = None
     table: ImageIds | None = None
     axes: Indices | None = None
-
-
-def image_ends(token_ids: Ids, depth: Indices) -> Indices:
-    """Return int64[T]: for each placeholder of an image, the node after the stretch of them that it is in; for other
-    nodes the next one.
-    """
-    same = (token_ids[1:] >= OWN) & (token_ids[1:] == token_ids[:-1] + 1) & (depth[1:] == depth[:-1] + 1)
-    ends = np.append(np.flatnonzero(~same) + 1, len(token_ids))
-    return ends[np.searchsorted(ends, np.arange(len(token_ids)), "right")]
 
 
 def cuts(tree: PrefixTree, budget: int, whole_images: bool = False) -> list[tuple[int, int]]:

@@ -139,7 +139,7 @@ class RowModel(CachedModel):
         with self._half():
             return super()._predict(ids, **named)
 
-    def _logits(self, ids: Tensor, places: Axes = None) -> Tensor:
+    def _logits(self, ids: Tensor, places: Axes = None, reach: Tensor | None = None) -> Tensor:
         with self._half():
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits

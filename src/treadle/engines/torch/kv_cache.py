@@ -174,7 +174,8 @@ class KVCall:
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
     length: number of positions that queries may attend to. begins: whether all rows start fresh, without a state.
     places: what the model is told of the tokens' positions, int64[B, C], or on three axes int64[3, B, C]; None: the
-    same.
+    same. reach: int64[B, C], last position that each query sees, later than its own in an image that is seen both ways;
+    None: its own.
     """
 
     cache: KVCache
@@ -183,6 +184,7 @@ class KVCall:
     length: int
     begins: bool
     places: Tensor | None = None
+    reach: Tensor | None = None
     _mask: dict[int | None, Tensor] = field(default_factory=dict)
     _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 
@@ -211,12 +213,18 @@ class KVCall:
         return self._index[heads]
 
     def mask(self, window: int | None) -> Tensor:
-        """Return bool[B, 1, C, length]: key position <= query position, and within the sliding window, if any."""
+        """Return bool[B, 1, C, length]: key position <= query position, and within the sliding window, if any; or
+        later, within the query's reach.
+        """
         if window not in self._mask:
             key = torch.arange(self.length, device=self.positions.device)
             query = self.positions[:, None, :, None]
             allowed = key <= query
-            self._mask[window] = allowed if window is None else allowed & (key > query - window)
+            if window is not None:
+                allowed &= key > query - window
+            if self.reach is not None:
+                allowed |= (key > query) & (key <= self.reach[:, None, :, None])
+            self._mask[window] = allowed
         return self._mask[window]
 
 

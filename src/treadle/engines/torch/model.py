@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import EngineError
-from treadle.core.images import OWN, ImageIds, PromptImage, axes
+from treadle.core.images import OWN, ImageIds, PromptImage, axes, image_ends
 from treadle.core.types import Floats, Ids
 from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.models.passing import Passing, handed
@@ -174,7 +174,16 @@ class CachedModel:
                 if each is not None:
                     places[:, row, width - len(chunk) :] = each[:, start : start + len(chunk)]
             call.places = torch.from_numpy(places).to(self.device)
+        call.reach = self._reach(ids, positions)
         return self.forward(call, self._plain(ids, pictures.table))
+
+    def _reach(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
+        """Return `KVCall.reach` for ids [B, C] at these positions. A chunk has all of an image or nothing of it."""
+        if self._tower is None or ids.max() < OWN or not self._tower.both_ways:
+            return None
+        columns = np.arange(ids.shape[1])
+        ahead = np.stack([image_ends(row, where) - 1 - columns for row, where in zip(ids, positions, strict=True)])
+        return torch.from_numpy(positions + ahead).to(self.device)
 
     def forward(self, call: KVCall, ids: Tensor) -> Predicted:
         """Return the predictions after the last column. ids: int64[B, C]."""
@@ -235,15 +244,18 @@ class CachedModel:
     def score(self, ids: Ids, temperature: float, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
         table = ImageIds()
-        tokens = self._plain(table.put(ids, images).astype(np.int64)[None], table).to(self.device)
-        logits = self._logits(tokens, axes(len(ids), images))[:-1].float()
+        shown = table.put(ids, images).astype(np.int64)[None]
+        reach = self._reach(shown, np.arange(len(ids))[None])
+        tokens = self._plain(shown, table).to(self.device)
+        logits = self._logits(tokens, axes(len(ids), images), reach)[:-1].float()
         logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
 
-    def _logits(self, ids: Tensor, places: Axes = None) -> Tensor:
+    def _logits(self, ids: Tensor, places: Axes = None, reach: Tensor | None = None) -> Tensor:
         """Return the logits [T, V] of int64[1, T], computed in one pass without cache."""
         positions = torch.arange(ids.shape[1], device=self.device)[None]
-        self._passing.current = KVCall(KVCache(1, ids.shape[1]), slice(0, 1), positions, ids.shape[1], begins=True)
+        length = ids.shape[1]
+        self._passing.current = KVCall(KVCache(1, length), slice(0, 1), positions, length, begins=True, reach=reach)
         told = positions if places is None else torch.from_numpy(places)[:, None].to(self.device)
         logits: Tensor = self.model(input_ids=ids, position_ids=told, use_cache=False).logits[0]
         return logits

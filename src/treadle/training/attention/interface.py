@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from treadle.core.errors import ConfigError
+from treadle.core.images import image_ends
 from treadle.models.passing import handed
 from treadle.models.states import State
 from treadle.packing.flat import Indices
-from treadle.packing.layout import MicroBatch, image_ends
+from treadle.packing.layout import MicroBatch
 from treadle.packing.segments import Together
 
 ATTENTION = "treadle_tree"
