@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -37,7 +38,8 @@ IDEFICS = (
     "<row_1_col_2>",
 )
 GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+GEMMA |= {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"}
+FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4")
 """Families whose images are trained and sampled; SmolVLM has Idefics 3's architecture and processor."""
 
 _TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
@@ -89,6 +91,21 @@ def _fields(family: str, ids: dict[str, int], vocabulary: int) -> dict[str, Any]
             "boi_token_index": ids["<start_of_image>"],
             "eoi_token_index": ids["<end_of_image>"],
         }
+    if family == "gemma4":
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 8, "pooling_kernel_size": 2}
+        sliding = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+        by_layer = {"vocab_size_per_layer_input": vocabulary, "hidden_size_per_layer_input": 4}
+        return {
+            "text_config": {
+                **{**text, **sliding, **by_layer, "hidden_size": 64, "global_head_dim": 8, "num_kv_shared_layers": 0},
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": vision,
+            "image_token_id": ids["<image_soft_token>"],
+            "boi_token_id": ids["<start_of_image>"],
+            "eoi_token_id": ids["<end_of_image>"],
+        }
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2}
     text["rope_parameters"] = dict(_MROPE)
@@ -114,11 +131,11 @@ def _fields(family: str, ids: dict[str, int], vocabulary: int) -> dict[str, Any]
 
 def tokenizer(family: str) -> PreTrainedTokenizerBase:
     """The demo's tokenizer with the family's tokens around images, and a template that writes them."""
-    named = GEMMA if family == "gemma3" else {}
+    named = GEMMA if family.startswith("gemma") else {}
     made = AutoTokenizer.from_pretrained(TOKENIZER, extra_special_tokens=named)
-    if family != "gemma3":
+    if not named:
         made.add_special_tokens({"additional_special_tokens": list(IDEFICS if family == "idefics3" else SPECIAL)})
-    written = {"idefics3": "<image>", "gemma3": "<start_of_image>"}.get(
+    written = {"idefics3": "<image>", "gemma3": "<start_of_image>", "gemma4": "<image_soft_token>"}.get(
         family, "<|vision_start|><|image_pad|><|vision_end|>"
     )
     made.chat_template = _TEMPLATE.replace("IMAGE", written)
@@ -143,6 +160,9 @@ def write(directory: Path, family: str, dtype: torch.dtype = torch.float32, **te
         sides = {"longest_edge": 32}
         processor = Idefics3ImageProcessorPil(size=sides, max_image_size=sides, do_image_splitting=True)
         (directory / "processor_config.json").write_text('{"processor_class": "Idefics3Processor", "image_seq_len": 4}')
+    elif family == "gemma4":
+        processor = Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
+        (directory / "processor_config.json").write_text('{"processor_class": "Gemma4Processor"}')
     elif family == "gemma3":
         processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
         (directory / "processor_config.json").write_text(
@@ -206,9 +226,9 @@ def own_logits(
         arrays = [processor.checked(image).arrays for image in images]
         join = 1 if "pixel_attention_mask" in arrays[0] else 0  # Idefics 3: [1, parts, ...]
         named = {key: torch.from_numpy(np.concatenate([a[key] for a in arrays], join)) for key in arrays[0]}
-        if "pixel_values" in named:
+        if model.config.model_type != "gemma4":  # which begins to compute in the precision of the pixels
             named["pixel_values"] = named["pixel_values"].to(model.dtype)
-        if "image_grid_thw" in named:
+        if "image_grid_thw" in named or model.config.model_type == "gemma4":
             named["mm_token_type_ids"] = (tokens == processor.placeholder).int()
         elif model.config.model_type == "gemma3":
             named["token_type_ids"] = (tokens == processor.placeholder).int()

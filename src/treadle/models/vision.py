@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CACHED = 64  # processed images, and features of a frozen tower
 _OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
-_OF_THE_TEXT |= {"rows", "cols", "num_crops"}  # numbers of an image's parts
+_OF_THE_TEXT |= {"rows", "cols", "num_crops", "num_soft_tokens_per_image"}  # numbers of an image's parts
 
-BOTH_WAYS = ("gemma3",)
-"""Families in which a placeholder of an image attends to all others of it, also to later ones."""
 SEEING = (
     *("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *BOTH_WAYS,
+    *("gemma3", "gemma4"),
 )
 """Families (`model_type`) with images that learner and engine compute as transformers does."""
 
@@ -47,10 +45,9 @@ SEEING = (
 def check_family(model_type: str) -> None:
     """Raise ConfigError for a family whose images are not supported."""
     if model_type not in SEEING:
-        why = "attends in both directions inside an image" if model_type.startswith(("gemma", "paligemma")) else ""
         raise ConfigError(
-            f"images are not supported for {model_type}{why and ', which ' + why}; take a model of one of "
-            f"{', '.join(SEEING)}, or tasks without images"
+            f"images are not supported for {model_type}; take a model of one of {', '.join(SEEING)}, or tasks without "
+            "images"
         )
 
 
@@ -249,8 +246,10 @@ class Tower:
 
     @property
     def both_ways(self) -> bool:
-        """Whether placeholders attend in both directions inside an image. Loads the model."""
-        return self._model.config.model_type in BOTH_WAYS
+        """Whether a placeholder of an image attends to all others of it, also to later ones. Loads the model."""
+        config = self._model.config
+        vision = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+        return bool(config.model_type == "gemma3" or vision)
 
     def changed(self) -> None:
         """Call after the model's weights changed."""
@@ -282,17 +281,22 @@ class Tower:
             )
         return Features(rows, deep)
 
-    def inputs(self, embedding: Any, ids: NDArray[np.int32], table: ImageIds, device: Any) -> dict[str, Any]:
-        """Return the decoder's arguments for ids int32[..., T] of `table`: embeddings, and features of early layers.
+    def inputs(self, policy: PreTrainedModel, ids: NDArray[np.int32], table: ImageIds) -> dict[str, Any]:
+        """Return the decoder's arguments for ids int32[B, T] of `table`: embeddings, and features of early layers.
 
-        embedding: the model's, of ids.
+        policy: the model that computes.
         """
         import torch
 
-        own = ids >= OWN
-        plain = torch.from_numpy(np.where(own, self.processor.placeholder, ids)).long().to(device)
+        config, device = policy.config.get_text_config(), policy.device
+        embedding, own = policy.get_input_embeddings(), ids >= OWN
+        by_layer = getattr(config, "hidden_size_per_layer_input", 0)  # Gemma 4's layers have embeddings of their own
+        beneath = config.pad_token_id if by_layer else self.processor.placeholder
+        plain = torch.from_numpy(np.where(own, beneath, ids)).long().to(device)
+        decoder: Any = policy.get_decoder()
+        more = {"per_layer_inputs": decoder.get_per_layer_inputs(plain, None)} if by_layer else {}
         if not own.any():
-            return {"inputs_embeds": embedding(plain)}
+            return {"inputs_embeds": embedding(plain), **more}
         flat = ids[own]
         images = table.among(flat)
         made = [self.features(image) for image, _ in images]
@@ -307,7 +311,7 @@ class Tower:
 
         embedded = embedding(plain)
         rows = placed([features.rows for features in made]).to(embedded.dtype)
-        arguments = {"inputs_embeds": embedded.masked_scatter(mask[..., None], rows)}
+        arguments = {"inputs_embeds": embedded.masked_scatter(mask[..., None], rows), **more}
         if made[0].deep:
             arguments["visual_pos_masks"] = mask
             arguments["deepstack_visual_embeds"] = [

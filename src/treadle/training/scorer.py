@@ -199,7 +199,7 @@ class Scorer(nn.Module):
                 f"a step to train has images, and {type(self.model).__name__} sees none here: take a model with a "
                 "vision tower as model.path; of one built by model.build, set training.vision=train"
             )
-        return self.vision.inputs(self.model.get_input_embeddings(), ids, part.table, device)
+        return self.vision.inputs(self.model, ids, part.table)
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
         """Return [T, d], computed with each sequence as a row, padded at the end, where causal layers need no mask."""

@@ -195,8 +195,7 @@ class CachedModel:
         """Return ids [..., C] for the next pass, in which the decoder gets the features of the table's images."""
         if self._tower is None or ids.max() < OWN:
             return torch.from_numpy(ids)
-        embedding = self.model.get_input_embeddings()
-        self._shown = self._tower.inputs(embedding, ids.astype(np.int32), table, self.device)
+        self._shown = self._tower.inputs(self.model, ids.astype(np.int32), table)
         return torch.from_numpy(np.where(ids < OWN, ids, self._tower.processor.placeholder))
 
     def _show(self, decoder: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
