@@ -95,7 +95,7 @@ def test_targets_are_the_trainable_tokens_of_steps_that_were_not_dropped() -> No
     calls = attempt("a", 0, 1.0, whole, replace(whole, dropped=DropReason.REJECTED), masked, greedy).calls(
         plain_renderer()
     )
-    assert [(prompt.tolist(), target.tolist()) for prompt, target in calls] == [
+    assert [(prompt.tolist(), target.tolist()) for prompt, target, *_ in calls] == [
         ([1, 2], [3, 4]),
         ([5], [6]),
         ([5, 6, 7], [8, 9]),

@@ -109,7 +109,7 @@ def test_the_recipe_cannot_keep_all_pages_and_every_demonstration_fits() -> None
     renderer, rollout = load_chat(RECIPE.model, None)[1], RECIPE.rollout
     assert rollout.compaction is not None
     for index in range(200):
-        for prompt, completion in demonstrated_calls(demonstration(index, 0, drill=0.0), renderer):
+        for prompt, completion, *_ in demonstrated_calls(demonstration(index, 0, drill=0.0), renderer):
             assert len(prompt) <= rollout.max_input_tokens
             assert len(completion) <= rollout.compaction.max_tokens
     for task in tasks("held_out", 30):
@@ -117,5 +117,5 @@ def test_the_recipe_cannot_keep_all_pages_and_every_demonstration_fits() -> None
         for text in contents(play(Notes(), task, *[SEARCH] * (task.extras["pages"] + 1))):
             turns += [Message(role="assistant", content=SEARCH), Message(role="tool", content=text)]
         last = Message(role="assistant", content=f"<answer> {task.ground_truth}</answer>")
-        longest, _ = demonstrated_calls([*task.prompt, *turns, last], renderer)[-1]
+        longest, *_ = demonstrated_calls([*task.prompt, *turns, last], renderer)[-1]
         assert len(longest) > rollout.max_input_tokens > rollout.compaction_mark

@@ -74,5 +74,5 @@ def test_the_recipe_reads_each_word_as_one_token() -> None:
     renderer = load_chat(RECIPE.model, None)[1]
     for task in tasks("train", 6):
         calls = demonstrated_calls(solved(task), renderer)
-        assert {len(completion) for _, completion in calls} == {2}
-        assert max(len(prompt) for prompt, _ in calls) <= RECIPE.rollout.max_input_tokens
+        assert {len(completion) for _, completion, *_ in calls} == {2}
+        assert max(len(prompt) for prompt, *_ in calls) <= RECIPE.rollout.max_input_tokens

@@ -391,7 +391,7 @@ def read(name: str, completion: Any, prompt: Any) -> Message:
 
 @pytest.mark.parametrize("name", READING)
 def test_calls_are_learned_as_the_template_writes_them(name: str) -> None:
-    (prompt, call), (later, answer) = demonstrated_calls(talk(), world(name).renderer, [LOOK])
+    (prompt, call, *_), (later, answer, *_) = demonstrated_calls(talk(), world(name).renderer, [LOOK])
     [found] = read(name, call, prompt)["tool_calls"]
     assert found["function"]["name"] == "look"
     assert json.loads(found["function"]["arguments"]) == {"who": "Anna", "deep": 2}
@@ -405,7 +405,7 @@ def test_answers_are_learned_as_the_template_writes_them(name: str) -> None:
     if name == "deepseekv3":  # which prompts for a thought that it does not write
         return
     renderer, messages = world(name).renderer, [user("who?"), Message(role="assistant", content="Anna")]
-    [(prompt, answer)] = demonstrated_calls(messages, renderer)
+    [(prompt, answer, *_)] = demonstrated_calls(messages, renderer)
     shown: Any = messages
     text = renderer.write(shown, None, renderer.options, generation_prompt=False)
     written = renderer.structure.plain(text)
@@ -416,7 +416,7 @@ def test_answers_are_learned_as_the_template_writes_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gptoss", *THINKING])
 def test_thoughts_are_learned_too(name: str) -> None:
-    (prompt, call), (later, answer) = demonstrated_calls(
+    (prompt, call, *_), (later, answer, *_) = demonstrated_calls(
         talk("hm, Anna", Message(role="assistant", content="a friend", reasoning_content="so")),
         world(name).renderer,
         [LOOK],

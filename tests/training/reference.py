@@ -39,7 +39,7 @@ from treadle.training.frozen import make_reference, make_teacher
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
-from treadle.training.teacher_prompts import TeacherPrompts, Truths
+from treadle.training.teacher_prompts import TeacherPrompt, TeacherPrompts, Truths
 
 if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
@@ -443,8 +443,10 @@ class OtherPrompts(TeacherPrompts):
 
     def __init__(self) -> None: ...
 
-    def of(self, batch: FlatBatch) -> list[Ids | None]:
-        return [None if n % 3 == 2 else np.append(s.prompt_ids, 7)[::-1].copy() for n, s in enumerate(batch.steps)]
+    def of(self, batch: FlatBatch) -> list[TeacherPrompt | None]:
+        return [
+            None if n % 3 == 2 else (np.append(s.prompt_ids, 7)[::-1].copy(), ()) for n, s in enumerate(batch.steps)
+        ]
 
 
 class FewIds(Truths):
@@ -466,13 +468,13 @@ def taught_advantages(
 ) -> Doubles:
     """[N], by hand: rewards A + coef (log-probability of the teacher less the policy's), by steps and in float64."""
     batch = flatten(groups)
-    seen = [step.prompt_ids for step in batch.steps] if prompts is None else prompts.of(batch)
+    seen = [(step.prompt_ids, ()) for step in batch.steps] if prompts is None else prompts.of(batch)
     models = [in_float64(copy.deepcopy(model)) for model in (policy, teacher)]
     differences = []
     with torch.no_grad():
-        for step, ids in zip(batch.steps, seen, strict=True):
+        for step, prompt in zip(batch.steps, seen, strict=True):
             mine = full(step_logprobs(models[0], step)[0])
-            theirs = mine if ids is None else full(step_logprobs(models[1], replace(step, prompt_ids=ids))[0])
+            theirs = mine if prompt is None else full(step_logprobs(models[1], replace(step, prompt_ids=prompt[0]))[0])
             differences.append(theirs - mine)
     difference = np.where(batch.mask, np.concatenate(differences), 0.0)
     return np.asarray(section.rewards * advantages(batch, AlgorithmConfig()) + section.coefs[0] * difference)

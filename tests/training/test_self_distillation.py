@@ -199,7 +199,7 @@ def played_group() -> Group:
 def prompts_of(function: Callable[..., Any] | str, limit: int = 512) -> list[str | None]:
     name = function if isinstance(function, str) else f"{__name__}:{function.__name__}"
     made = TeacherPrompts(name, RENDERER, limit).of(flatten([played_group()]))
-    return [None if ids is None else RENDERER.decode(ids) for ids in made]
+    return [None if prompt is None else RENDERER.decode(prompt[0]) for prompt in made]
 
 
 OPENING = "<|im_start|>system\nSearch, then answer.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"

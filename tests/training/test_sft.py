@@ -52,7 +52,7 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
     """An engine that answers with the demonstrated replies makes a session record the same calls."""
     messages = demonstration(index, seed=3)
     calls = demonstrated_calls(messages, renderer())
-    answers = iter([completion for _, completion in calls])
+    answers = iter([completion for _, completion, *_ in calls])
     engine = FakeEngine(lambda prompt, sampling: next(answers).tolist())
     address = Address(0, Stream.TRAIN, 0, 0, 0)
     session = Session(SessionSpec("s", engine, renderer(), SamplingParams(max_tokens=99), 9999, address))
@@ -60,7 +60,7 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
         if message["role"] == "assistant":
             assert (await session.chat(messages[:at])).message == message
     assert len(session.steps) == len(calls) == len(replies(messages))
-    for step, (prompt, completion) in zip(session.steps, calls, strict=True):
+    for step, (prompt, completion, *_) in zip(session.steps, calls, strict=True):
         assert step.prompt_ids.tolist() == prompt.tolist()
         assert step.completion_ids.tolist() == completion.tolist()
 
@@ -134,7 +134,7 @@ def test_the_loss_is_the_mean_over_assistant_tokens_in_any_micro_batches() -> No
     total, count = 0.0, 0
     model = small()
     with torch.no_grad():
-        for prompt, completion in (call for row in rows for call in demonstrated_calls(row.messages, renderer())):
+        for prompt, completion, *_ in (call for row in rows for call in demonstrated_calls(row.messages, renderer())):
             ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
             logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
             total -= float(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).sum())

@@ -37,6 +37,7 @@ from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, Past, Shape, Store
 from treadle.training.attention.select import kernel_for
+from treadle.training.image_probe import check_pixels
 from treadle.training.lm_head import MostProbable
 from treadle.training.objective import Gradient, LossGradients, TokenScores, joined
 from treadle.training.scorer import Pass, Scorer, rows
@@ -115,10 +116,23 @@ class Forward:
         return None if self._routers is None else self._routers.numbers
 
     def trees(self, calls: Sequence[PackedCall], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
-        """Lay out calls for this model. Raises DataError for a call that cannot be laid out."""
+        """Lay out calls for this model. Raises DataError for a call that cannot be laid out.
+
+        The first images are probed (`training.image_probe`).
+        """
+        self._look_at(calls)
         if self.shares:
             return lay_out(calls, packing, sharing, self.budget)
         return row_batches(arrange(calls, Packing.STEP), self.budget)
+
+    def _look_at(self, calls: Sequence[PackedCall]) -> None:
+        scorer = self.scorer
+        seen = next((call for call in calls if call.table is not None), None)
+        if scorer.looked or scorer.vision is None or seen is None or seen.table is None:
+            return
+        scorer.looked = True  # before it lays out calls itself
+        [(image, _), *_] = seen.table.among(seen.token_ids)
+        check_pixels(self, image)
 
     def passes(self, tree: PrefixTree) -> int:
         """Return the number of forward passes for a tree: one, if it fits the budget."""
@@ -306,16 +320,16 @@ class Forward:
             except ConfigError as error:
                 scorer.why_not_shared = str(error)
             else:
-                if not gap < self._tolerance:
+                if not gap < self.tolerance:
                     scorer.why_not_shared = f"its logits differ by {gap:.1%} when packed"
-        if not self.shares and not (gap := self._gap()) < self._tolerance:
+        if not self.shares and not (gap := self._gap()) < self.tolerance:
             raise ConfigError(
                 f"{name} computes other logits in a batch than alone (they differ by {gap:.1%}): its attention, "
                 "positions or head work in a way unknown to Treadle"
             )
 
     @property
-    def _tolerance(self) -> float:
+    def tolerance(self) -> float:
         return 1e-3 if self.model.dtype.itemsize >= 4 else 0.1
 
     def _gap(self) -> float:

@@ -87,6 +87,7 @@ class Scorer(nn.Module):
                 f"{type(model).__name__} does not separate its decoder from its head; it cannot be trained"
             )
         self.model, self.value_head, self.vision = model, value_head, vision
+        self.looked = False  # whether images were probed
         self.why_not_shared = why_not_packable(model.config)
         self._passing, self._stateful = Passing[Tree](), stateful_layers(model)
         self._head = Head.of(model)

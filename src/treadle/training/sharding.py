@@ -1,7 +1,7 @@
 """`ShardedRanks`: a model over several processes by FSDP2, each with a part of every parameter.
 
     layer 1 ... layer L      each gathers its parameters before computing, forward and backward, and reduces gradients
-    Scorer (root)            the rest: embedding, final norm, head, value head
+    Scorer (root)            the rest: embedding, final norm, head, value head, a tower that is trained
 
 Gradients are summed, never divided by the number of ranks, because token weights already refer to the whole batch. On a
 two-dimensional mesh, shards are spread over the second dimension, and copies of them over the first.
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.models.loading import compute_buffers
+from treadle.models.support import decoder_of
 from treadle.training.forward import Forward
 from treadle.training.objective import SCORES, TokenScores
 from treadle.training.ranks import Item, OneRank, Ranks, ReadWeights, Result
@@ -174,9 +175,10 @@ class ShardedRanks:
 def _units(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the separately gathered modules: layers, and an embedding not tied to the head; the rest is one unit.
 
-    Each is called once per pass on every rank; the head is called per chunk of rows, and ranks differ in their number.
+    Each is called once per pass on every rank; the head is called per chunk of rows, a tower per image, and ranks
+    differ in their number.
     """
-    yield from _layers(model, set(model._no_split_modules or ()))
+    yield from _layers(decoder_of(model), set(model._no_split_modules or ()))
     embedding = model.get_input_embeddings()
     if embedding.weight is not model.get_output_embeddings().weight:
         yield embedding
