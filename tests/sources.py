@@ -1,7 +1,7 @@
 """A `WeightSource` of given weights, and publication of such to any engine."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from treadle.core.images import PromptImage
 from treadle.core.trainer import ModelInfo, WeightsDestination
 from treadle.core.types import Floats, Ids
 from treadle.engines.remote import RemoteEngine
@@ -46,7 +47,7 @@ class FixedWeights:
         weights = dict(sorted(self.weights.items()))
         return await asyncio.to_thread(destination.write, weights, iter(weights.items()))
 
-    async def score(self, ids: Ids) -> Floats:
+    async def score(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
         return self.scores(ids)
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
