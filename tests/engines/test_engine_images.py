@@ -21,6 +21,7 @@ from treadle.core.errors import EngineError
 from treadle.core.images import OWN, PLACE, ImageIds, Picture, PromptImage
 from treadle.core.types import Ids
 from treadle.models.pretrained import load_pretrained
+from treadle.models.towers import frozen_tower
 from treadle.models.vision import ImageProcessor, Tower
 from treadle.models.weights import unique_weights
 
@@ -186,6 +187,36 @@ async def test_calls_go_on_across_a_publication(model: Model, in_flight: str) ->
     gaps = np.abs(scores[len(ids) - 1 :] - answer.logprobs)
     assert gaps[: old.end].max() > 1e-2
     assert (gaps[new.start : new.start + 9].max() < 1e-3) == (in_flight == "recompute")
+
+
+@pytest.mark.quick(3)
+async def test_a_whole_model_is_published_with_its_tower(model: Model) -> None:
+    ids, images = model.prompt(f"see {PLACE} and", picture(1, (48, 32)))
+    other = Model(model.directory, model.family)
+    async with serving(
+        model.whole, sessions="a", vision=lambda copy: Tower(copy, model.processor), **OPTIONS
+    ) as engine:
+        before = await engine.generate(ids, sampling(1), session="a", images=images)
+        language = {id(parameter) for parameter in other.whole.get_decoder().parameters()}
+        with torch.no_grad():
+            for parameter in other.whole.parameters():
+                parameter.mul_(1.0 if id(parameter) in language else 1.5)
+        await engine.update_weights(unique_weights(other.whole), 1)
+        after = await engine.generate(ids, sampling(2), session="a", images=images)
+    assert model.gap(ids, before, images) < TOLERANCE
+    assert other.gap(ids, after, images) < TOLERANCE < 1e-2 < model.gap(ids, after, images)
+
+
+@pytest.mark.quick(2)
+def test_the_tower_of_a_models_files_is_loaded_once_and_serves_learner_and_engine(model: Model) -> None:
+    _, images = model.prompt(f"see {PLACE} it", picture(1))
+    tower = frozen_tower(model.directory)
+    assert tower is not None and frozen_tower(model.directory) is tower
+    with torch.inference_mode():  # as an engine does first
+        tower.features(images[0])
+    weight = torch.ones_like(tower.features(images[0]).rows, requires_grad=True)
+    (weight * tower.features(images[0]).rows).sum().backward()
+    assert weight.grad is not None and bool(weight.grad.any())
 
 
 @pytest.mark.quick(2)

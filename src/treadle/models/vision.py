@@ -262,14 +262,17 @@ class Tower:
     def _computed(self, image: PromptImage) -> Features:
         import torch
 
-        model, trained = self._model, self.trained
-        prepared = self.processor.checked(image)
-        tensors = {name: torch.from_numpy(array).to(model.device) for name, array in prepared.arrays.items()}
-        # What is kept must not depend on who asks first.
+        trained, prepared = self.trained, self.processor.checked(image)
+        grads = trained and torch.is_grad_enabled()
+        # What is kept must not depend on who asks first: an engine, without gradients, or the learner.
+        with torch.inference_mode(False), torch.set_grad_enabled(grads):
+            model = self._model
+            tensors = {name: torch.from_numpy(array).to(model.device) for name, array in prepared.arrays.items()}
         half = trained and torch.is_autocast_enabled(model.device.type)
         with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grads),
             torch.autocast(model.device.type, enabled=half),
-            torch.set_grad_enabled(trained and torch.is_grad_enabled()),
         ):
             answer = model.get_image_features(**tensors, return_dict=True)
             rows = _joined(answer.pooler_output)

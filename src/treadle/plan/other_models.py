@@ -101,6 +101,7 @@ class LocalModel:
         from treadle.engines.torch.engine import TorchEngine  # torch
         from treadle.engines.torch.options import TorchEngineOptions
         from treadle.models.chat import load_chat
+        from treadle.models.towers import tower_of
         from treadle.training.make import load_model
 
         if self._engine is None:
@@ -110,7 +111,11 @@ class LocalModel:
             self._parse = self.renderer.parser(AUTO)
             options = TorchEngineOptions(self.renderer.stop_ids, max_batch=1, lock_step=False)
             engine = TorchEngine(
-                load_model(config, 0), options, decode=self.renderer.decode, grammars=self.renderer.grammars
+                load_model(config, 0),
+                options,
+                decode=self.renderer.decode,
+                grammars=self.renderer.grammars,
+                vision=lambda _: tower_of(config, "cpu"),
             )
             self._engine, self._context = Alone(engine), engine.limits.context
 

@@ -71,7 +71,7 @@ def load_engine(model: Path, options: TorchEngineOptions, threads: int, determin
         options,
         lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
         grammars,
-        vision=lambda _: None if is_adapter(model) else frozen_tower(model, device=options.device or "cpu"),
+        vision=lambda _: frozen_tower(Path(str(module.name_or_path)), model, device=options.device or "cpu"),
     )
 
 
