@@ -47,7 +47,7 @@ def said(text: str) -> Message:
 
 
 def processor_of(renderer: ChatRenderer) -> ImageProcessor:
-    assert renderer.images.processor is not None
+    assert isinstance(renderer.images.processor, ImageProcessor)
     return renderer.images.processor
 
 

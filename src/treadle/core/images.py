@@ -28,11 +28,11 @@ import re
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,43 @@ class PromptImage:
                 f"[{self.start}, {self.start + self.length}) are {self.placeholder}"
             )
         return inside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What an image processor makes of one image.
+
+    sha256: of the image's file. size: its width and height. processed: SHA-256 of `arrays`. text: stands for it in a
+    prompt. tokens: placeholders in the text. grid: see `PromptImage`. arrays: arguments of the tower.
+    """
+
+    sha256: str
+    size: tuple[int, int]
+    processed: str
+    text: str
+    tokens: int
+    grid: tuple[int, ...]
+    arrays: Mapping[str, NDArray[Any]]
+
+
+class ProcessesImages(Protocol):
+    """A model's image processor, as rendering uses it (`models.vision.ImageProcessor`).
+
+    name: what a chat template writes for an image. placeholder, settings: see `PromptImage`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def placeholder(self) -> int: ...
+
+    @property
+    def settings(self) -> str: ...
+
+    @property
+    def prepared(self) -> Callable[[str], Prepared]:
+        """Process an image, given as a data URL. Raises DataError."""
 
 
 class ImageIds:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.images import OWN, ImageIds, PromptImage, picture_of
+from treadle.core.images import OWN, ImageIds, Prepared, PromptImage, picture_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,23 +49,6 @@ def check_family(model_type: str) -> None:
             f"images are not supported for {model_type}; take a model of one of {', '.join(SEEING)}, or tasks without "
             "images"
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """What an image processor makes of one image.
-
-    sha256: of the image's file. size: its width and height. processed: SHA-256 of `arrays`. text: stands for it in a
-    prompt. tokens: placeholders in the text. grid: see `PromptImage`. arrays: arguments of the tower.
-    """
-
-    sha256: str
-    size: tuple[int, int]
-    processed: str
-    text: str
-    tokens: int
-    grid: tuple[int, ...]
-    arrays: Mapping[str, NDArray[Any]]
 
 
 class ImageProcessor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.images import ProcessesImages
 from treadle.core.types import Ids, Message
 from treadle.rendering import replies
 from treadle.rendering.grammars import Grammars
@@ -35,8 +36,6 @@ from treadle.rendering.template import ChatTemplate, Plain, Variables
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-    from treadle.models.vision import ImageProcessor
 
 
 class Tokenizer(Protocol):
@@ -82,7 +81,7 @@ class ChatRenderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         roles: Mapping[str, str] | None = None,
         began: datetime | None = None,
-        images: ImageProcessor | None = None,
+        images: ProcessesImages | None = None,
     ) -> None:
         self.began = began
         self.structure = Structure(tokenizer.backend_tokenizer, stop_token_ids)

@@ -10,18 +10,15 @@ Only the template's own placeholders are expanded: in a message's text their nam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treadle.core.errors import DataError
-from treadle.core.images import PLACE, PromptImage
+from treadle.core.images import PLACE, Prepared, ProcessesImages, PromptImage
 from treadle.core.types import Ids
 from treadle.rendering.structure import Structure
 from treadle.rendering.template import Plain
-
-if TYPE_CHECKING:
-    from treadle.models.vision import ImageProcessor, Prepared
 
 _NO_PROCESSOR = (
     "the conversation has an image, and the model takes none: use a model with a vision tower, whose directory has "
@@ -32,7 +29,7 @@ _NO_PROCESSOR = (
 class ImagePlaces:
     """Writes images into conversations of one tokenizer. processor: the model's; None: images are refused."""
 
-    def __init__(self, processor: ImageProcessor | None, structure: Structure) -> None:
+    def __init__(self, processor: ProcessesImages | None, structure: Structure) -> None:
         self.processor, self._structure = processor, structure
 
     def in_parts(self, message: Plain) -> Plain:
@@ -92,7 +89,7 @@ class ImagePlaces:
         )
 
     @property
-    def _own(self) -> ImageProcessor:
+    def _own(self) -> ProcessesImages:
         if self.processor is None:
             raise DataError(_NO_PROCESSOR)
         return self.processor
