@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ Pixels = NDArray[np.uint8]
 
 PLACE = "\ufffc"
 """Object replacement character: the place of an image in the content of a message (`Message.images`)."""
+BothWays = Literal["", "all", "sliding"]
+"""Layers in which tokens of an image attend in both directions: none, all (Gemma 3), or those with a sliding window."""
 OWN, _END = 2**30, 2**31
 """First id that stands for a placeholder of a certain image (`ImageIds`), above any vocabulary."""
 

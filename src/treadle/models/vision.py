@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.images import OWN, ImageIds, Prepared, PromptImage, picture_of
+from treadle.core.images import OWN, BothWays, ImageIds, Prepared, PromptImage, picture_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,11 +228,13 @@ class Tower:
         return model
 
     @property
-    def both_ways(self) -> bool:
-        """Whether a placeholder of an image attends to all others of it, also to later ones. Loads the model."""
+    def both_ways(self) -> BothWays:
+        """Layers in which a placeholder of an image also attends to later ones of it. Loads the model."""
         config = self._model.config
+        if config.model_type == "gemma3":
+            return "all"
         vision = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-        return bool(config.model_type == "gemma3" or vision)
+        return "sliding" if vision else ""
 
     def changed(self) -> None:
         """Call after the model's weights changed."""

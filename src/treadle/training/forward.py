@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.core.images import ImageIds, PromptImage
+from treadle.core.images import BothWays, ImageIds, PromptImage
 from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
@@ -136,7 +136,7 @@ class Forward:
 
     def passes(self, tree: PrefixTree) -> int:
         """Return the number of forward passes for a tree: one, if it fits the budget."""
-        return max(1, len(cuts(tree, self._chunk_size(tree), self._both_ways(tree))))
+        return max(1, len(cuts(tree, self._chunk_size(tree), bool(self._both_ways(tree)))))
 
     def exact_logprobs(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], without autocast.
@@ -201,11 +201,11 @@ class Forward:
         return scores
 
     def _chunks(self, tree: PrefixTree, passes: int) -> list[MicroBatch]:
-        return chunks(tree, self._chunk_size(tree), passes, self._both_ways(tree))
+        return chunks(tree, self._chunk_size(tree), passes, bool(self._both_ways(tree)))
 
-    def _both_ways(self, of: PrefixTree | MicroBatch) -> bool:
+    def _both_ways(self, of: PrefixTree | MicroBatch) -> BothWays:
         vision = self.scorer.vision
-        return of.table is not None and vision is not None and vision.both_ways
+        return "" if of.table is None or vision is None else vision.both_ways
 
     def _chunk_size(self, tree: PrefixTree) -> int:
         return self.budget if self.shares else max(len(tree), 1)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import Ids
 from treadle.engines.torch.kv_cache import KVCache, KVCall
-from treadle.engines.torch.model import Axes, CachedModel, MakeTower, Pictures, Predicted, Span
+from treadle.engines.torch.model import Axes, CachedModel, MakeTower, Pictures, Predicted, Reach, Span
 from treadle.models.support import why_not_packable
 
 _CACHES = "cache", "past_key_values", "cache_params", "state"  # names of transformers' caches, of several versions
@@ -139,7 +139,7 @@ class RowModel(CachedModel):
         with self._half():
             return super()._predict(ids, **named)
 
-    def _logits(self, ids: Tensor, places: Axes = None, reach: Tensor | None = None) -> Tensor:
+    def _logits(self, ids: Tensor, places: Axes = None, reach: Reach = None) -> Tensor:
         with self._half():
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits

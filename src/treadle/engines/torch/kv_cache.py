@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from treadle.core.errors import EngineError
+from treadle.core.images import BothWays
 from treadle.core.processes import release_freed_memory
 from treadle.core.types import Ids, common_prefix
 from treadle.models.attention import attention_weights
@@ -174,8 +175,8 @@ class KVCall:
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
     length: number of positions that queries may attend to. begins: whether all rows start fresh, without a state.
     places: what the model is told of the tokens' positions, int64[B, C], or on three axes int64[3, B, C]; None: the
-    same. reach: int64[B, C], last position that each query sees, later than its own in an image that is seen both ways;
-    None: its own.
+    same. reach: last position that each query sees, int64[B, C], later than its own in an image that is seen both ways,
+    and in which layers; None: its own.
     """
 
     cache: KVCache
@@ -184,7 +185,7 @@ class KVCall:
     length: int
     begins: bool
     places: Tensor | None = None
-    reach: Tensor | None = None
+    reach: tuple[Tensor, BothWays] | None = None
     _mask: dict[int | None, Tensor] = field(default_factory=dict)
     _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 
@@ -222,8 +223,8 @@ class KVCall:
             allowed = key <= query
             if window is not None:
                 allowed &= key > query - window
-            if self.reach is not None:
-                allowed |= (key > query) & (key <= self.reach[:, None, :, None])
+            if self.reach is not None and (self.reach[1] == "all" or window is not None):
+                allowed |= (key > query) & (key <= self.reach[0][:, None, :, None])
             self._mask[window] = allowed
         return self._mask[window]
 

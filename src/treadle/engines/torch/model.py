@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import EngineError
-from treadle.core.images import OWN, ImageIds, PromptImage, axes, image_ends
+from treadle.core.images import OWN, BothWays, ImageIds, PromptImage, axes, image_ends
 from treadle.core.types import Floats, Ids
 from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.models.passing import Passing, handed
@@ -27,6 +27,7 @@ from treadle.models.weights import adapter_weights, saved
 
 Span = tuple[int, int, int]  # row, first and last position + 1 of tokens to compute
 Axes = NDArray[np.int64] | None  # positions of a sequence's tokens on three axes, int64[3, T]; None: on one, from 0 on
+Reach = tuple[Tensor, BothWays] | None
 MakeTower = Callable[[PreTrainedModel], Tower | None]
 """Returns the tower for an engine's copy of a model, which may contain it."""
 
@@ -177,13 +178,13 @@ class CachedModel:
         call.reach = self._reach(ids, positions)
         return self.forward(call, self._plain(ids, pictures.table))
 
-    def _reach(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
+    def _reach(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Reach:
         """Return `KVCall.reach` for ids [B, C] at these positions. A chunk has all of an image or nothing of it."""
-        if self._tower is None or ids.max() < OWN or not self._tower.both_ways:
+        if self._tower is None or ids.max() < OWN or not (both_ways := self._tower.both_ways):
             return None
         columns = np.arange(ids.shape[1])
         ahead = np.stack([image_ends(row, where) - 1 - columns for row, where in zip(ids, positions, strict=True)])
-        return torch.from_numpy(positions + ahead).to(self.device)
+        return torch.from_numpy(positions + ahead).to(self.device), both_ways
 
     def forward(self, call: KVCall, ids: Tensor) -> Predicted:
         """Return the predictions after the last column. ids: int64[B, C]."""
@@ -250,7 +251,7 @@ class CachedModel:
         logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
 
-    def _logits(self, ids: Tensor, places: Axes = None, reach: Tensor | None = None) -> Tensor:
+    def _logits(self, ids: Tensor, places: Axes = None, reach: Reach = None) -> Tensor:
         """Return the logits [T, V] of int64[1, T], computed in one pass without cache."""
         positions = torch.arange(ids.shape[1], device=self.device)[None]
         length = ids.shape[1]

@@ -57,8 +57,8 @@ def block_mask(shape: Shape, window: int | None, device: torch.device) -> BlockM
     end_query = first_query + _BLOCK
     some = (first_key < end_query) & (key_end.max(1) > first_query)
     ahead = np.zeros((len(first_query), 1), np.int64)
-    if shape.ahead is not None:
-        ahead = _blocks(np.pad(shape.ahead.numpy(), (0, -shape.nodes % _BLOCK))).max(1)[:, None]
+    if (ends := shape.ahead_with(window)) is not None:
+        ahead = _blocks(np.pad(ends.numpy(), (0, -shape.nodes % _BLOCK))).max(1)[:, None]
     every = (first_key + _BLOCK <= first_query + 1) & (key_end.min(1) >= end_query)
     if window is not None:
         key_depth = _blocks(np.pad(depth, (0, -len(depth) % _BLOCK), mode="edge"))
@@ -104,9 +104,9 @@ def _visible(shape: Shape, window: int | None, device: torch.device) -> Mask:
         return below(batch, head, query, key) & (depth[query + context] - depth[key] < reach)
 
     seen = below if window is None else near
-    if shape.ahead is None:
+    if (ends := shape.ahead_with(window)) is None:
         return seen
-    ahead = shape.ahead.to(device, torch.int32)
+    ahead = ends.to(device, torch.int32)
 
     def both_ways(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return seen(batch, head, query, key) | ((key > query + context) & (key < ahead[query]))

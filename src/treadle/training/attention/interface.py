@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from treadle.core.errors import ConfigError
-from treadle.core.images import image_ends
+from treadle.core.images import BothWays, image_ends
 from treadle.models.passing import handed
 from treadle.models.states import State
 from treadle.packing.flat import Indices
@@ -31,35 +31,38 @@ class Shape:
 
     depth int64[C + T]: position of every key. subtree_end int64[C + T]: node i sees key j exactly if j <= context + i <
     subtree_end[j]; with a sliding window only if also depth_i - depth_j < window.
-    ahead int64[T]: node i also sees keys up to ahead[i], those of its own image, whatever the window; None without
-    images that are seen both ways.
+    ahead int64[T]: node i also sees keys up to ahead[i], those of its own image; None without images that are seen both
+    ways. both_ways: in which layers.
     """
 
     depth: Tensor
     subtree_end: Tensor
     context: int
     ahead: Tensor | None = None
+    both_ways: BothWays = "all"
 
     @classmethod
-    def of(cls, batch: MicroBatch, both_ways: bool = False) -> Shape:
-        """Return the shape of a micro-batch, on the CPU: kernels move what they need.
-
-        both_ways: whether a placeholder of an image sees all others of it.
-        """
+    def of(cls, batch: MicroBatch, both_ways: BothWays = "") -> Shape:
+        """Return the shape of a micro-batch, on the CPU: kernels move what they need."""
         depth, context = torch.from_numpy(batch.position_ids), len(batch.context)
         ahead = None
         if both_ways and batch.table is not None:
             ahead = torch.from_numpy(image_ends(batch.token_ids, batch.position_ids)) + context
-        return cls(torch.cat([torch.arange(context), depth]), torch.from_numpy(batch.subtree_end), context, ahead)
+        keys = torch.cat([torch.arange(context), depth])
+        return cls(keys, torch.from_numpy(batch.subtree_end), context, ahead, both_ways)
 
-    @property
-    def seen_ahead(self) -> list[tuple[int, int]]:
+    def ahead_with(self, window: int | None) -> Tensor | None:
+        """Return `ahead` in layers with this window."""
+        return self.ahead if self.both_ways == "all" or window is not None else None
+
+    def seen_ahead(self, window: int | None) -> list[tuple[int, int]]:
         """Return (start, end) as keys of each stretch of nodes that all see each other."""
-        if self.ahead is None:
+        ahead = self.ahead_with(window)
+        if ahead is None:
             return []
         nodes = torch.arange(self.nodes) + self.context
-        ends = self.ahead[self.ahead > nodes + 1].unique()
-        return [(int(nodes[self.ahead == end][0]), int(end)) for end in ends]
+        ends = ahead[ahead > nodes + 1].unique()
+        return [(int(nodes[ahead == end][0]), int(end)) for end in ends]
 
     @property
     def nodes(self) -> int:

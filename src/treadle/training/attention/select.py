@@ -51,8 +51,8 @@ def visible(shape: Shape, window: int | None) -> Tensor:
     mask = (keys <= nodes) & (nodes < shape.subtree_end)
     if window is not None:
         mask &= shape.depth[shape.context :, None] - shape.depth < window
-    if shape.ahead is not None:
-        mask |= (keys > nodes) & (keys < shape.ahead[:, None])
+    if (ahead := shape.ahead_with(window)) is not None:
+        mask |= (keys > nodes) & (keys < ahead[:, None])
     return mask
 
 
@@ -97,6 +97,6 @@ class Cuda:
         size = query.shape[2]
         flash = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
         few = gathered(self.shape, window) <= _COPIES * len(self.shape.depth)
-        plain = sinks is None and softcap is None and self.shape.ahead is None
+        plain = sinks is None and softcap is None and self.shape.ahead_with(window) is None
         kernel = self.varlen if flash and plain and few else self.flex
         return kernel(query, key, value, scale, window, sinks, softcap)

@@ -85,7 +85,7 @@ def rectangles(shape: Shape, window: int | None) -> list[list[Rectangle]]:
     windowed = window is not None and int(shape.depth.max()) >= window
     rounds = _windowed(shape, window) if windowed and window is not None else _unlimited(shape)
     c = shape.context
-    ahead = [Rectangle(start - c, end - c, start, end, ahead=True) for start, end in shape.seen_ahead]
+    ahead = [Rectangle(start - c, end - c, start, end, ahead=True) for start, end in shape.seen_ahead(window)]
     return [*rounds, ahead] if ahead else rounds
 
 
