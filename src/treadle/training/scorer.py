@@ -209,6 +209,11 @@ class Scorer(nn.Module):
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
         """Return [T, d], computed with each sequence as a row, padded at the end, where causal layers need no mask."""
+        if part.table is not None and self.vision is not None and self.vision.both_ways:
+            raise ConfigError(
+                f"{type(self.model).__name__} attends in both directions inside images, and its layers cannot share "
+                f"prefixes ({self.why_not_shared}); it cannot be trained with images"
+            )
         place, shape = rows(part)
         ids = np.zeros(math.prod(shape), np.int32)
         ids[place] = part.token_ids
