@@ -10,8 +10,10 @@ from typing import Any
 
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import ADAPTER_CONFIG, GENERATION_CONFIG, base_directory, read_generation_config
+from treadle.models.vision import SEEING
 
 _TOWER = re.compile(r"(vision|visual|image|video|audio|speech)\w*_config")
+_SEES = re.compile(r"(vision|visual|image)\w*_config")
 _NEUTRAL: Mapping[str, float] = {
     "temperature": 1,
     "top_k": 0,
@@ -55,7 +57,10 @@ def unused_parts(config: ModelConfig, sampling: Mapping[str, float]) -> list[str
     if (directory / ADAPTER_CONFIG).is_file() and config.adapter != str(directory):
         lines.append(f"the adapter beside the model ({ADAPTER_CONFIG}); to use it, give it as model.adapter")
     content = _read(directory / "config.json")
-    if towers := sorted(name for name, part in content.items() if part and _TOWER.fullmatch(name)):
+    towers = sorted(name for name, part in content.items() if part and _TOWER.fullmatch(name))
+    if content.get("model_type") in SEEING:
+        towers = [name for name in towers if not _SEES.fullmatch(name)]
+    if towers:
         kept = "; checkpoints and exports keep it unchanged" if content.get("text_config") else ""
         lines.append(f"the model's parts for input other than text ({', '.join(towers)}){kept}")
     declared = read_generation_config(directory)
