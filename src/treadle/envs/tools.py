@@ -158,7 +158,9 @@ class ToolEnvironment(Environment):
         if inspect.iscoroutine(result):
             result.close()
             raise TypeError(f"tool {name!r} gave a coroutine; define it by 'async def'")
-        contents = [_content(message) for message in result.observations] if isinstance(result, EnvStep) else []
+        contents = (
+            [in_parts(message)["content"] for message in result.observations] if isinstance(result, EnvStep) else []
+        )
         if _is_image(result):
             contents = [[{"type": "image", "image": result}]]
         elif _is_parts(result):
@@ -188,11 +190,6 @@ def _text(result: Any) -> str:
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def _content(message: Mapping[str, Any]) -> Any:
-    """Return the content of a message: text, or parts with images."""
-    return in_parts(message)["content"]
 
 
 _IMAGES = ("image", "image_url")

@@ -196,15 +196,20 @@ def problem(text: str) -> PydanticCustomError:
 
 def shown(value: Any, limit: int = 60) -> str:
     """Format a value for an error message, cut to `limit` characters (before formatting: it may be huge)."""
-    if isinstance(value, str) and value[:5].lower() == "data:":
-        text = repr(f"{value[:limit].partition(',')[0]},...")
-    elif isinstance(value, str | list | tuple):
-        text = repr(value[:limit])
+    if isinstance(value, str):
+        text = repr(_cut(value, limit))
+    elif isinstance(value, list | tuple):
+        text = repr([_cut(each, limit) if isinstance(each, str) else each for each in value[:limit]])
     elif isinstance(value, dict):
         text = "an object"
     else:
         text = f"{value!r:.{limit}}" if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _cut(text: str, limit: int) -> str:
+    """Cut a text; of a data URL, keep its type alone."""
+    return f"{text[:limit].partition(',')[0]},..." if text[:5].lower() == "data:" else text[:limit]
 
 
 def _unsupported(value: Any) -> Any:
