@@ -252,10 +252,19 @@ async def test_hostile_images_are_refused_by_every_dialect() -> None:
         assert (await http.post(f"{address.base_url}/chat/completions", json=bodies(url(PNG))[0][1])).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "data", [PNG, JPEG, WEBP, turned(6), encoded(color("CMYK"), "JPEG"), encoded(color("1"), "PNG"), ONE.data]
-)
-async def test_the_right_pixels_arrive(data: bytes) -> None:
+RIGHT = {
+    "png": PNG,
+    "jpeg": JPEG,
+    "webp": WEBP,
+    "turned": turned(6),
+    "cmyk": encoded(color("CMYK"), "JPEG"),
+    "1 bit": encoded(color("1"), "PNG"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+async def test_the_right_pixels_arrive(name: str) -> None:
+    data = RIGHT[name]
     expected = read_image(data)
     async with messages_of(images=CONFIG) as (server, http, address):
         asked = [*bodies(url(data, "image/jpeg")), *bodies(url(data, "image/webp"))]
@@ -321,8 +330,8 @@ async def test_images_that_are_sent_again_are_kept_once() -> None:
 
 async def test_the_server_answers_while_images_are_decoded() -> None:
     """A text-only request is not behind the images of others."""
-    large = encoded(Image.new("RGB", (4000, 4000)), "PNG")
-    parts = [chat_part(url(large + bytes([number]))) for number in range(20)]
+    large = encoded(Image.new("RGB", (3000, 3000)), "PNG")
+    parts = [chat_part(url(large + bytes([number]))) for number in range(10)]
     body = {"messages": [{"role": "user", "content": parts}]}
     async with messages_of() as (server, http, address):
         url_ = f"{address.base_url}/chat/completions"
@@ -330,10 +339,10 @@ async def test_the_server_answers_while_images_are_decoded() -> None:
         while not decoding.done() and not server.sessions["s"].bytes_in_flight:
             await asyncio.sleep(0)
         answered = 0
-        while not decoding.done() and answered < 3:
+        while not decoding.done() and answered < 2:
             assert (await http.post(url_, json={"messages": [user("hi")]})).status_code == 200
             answered += 1
-        assert answered == 3
+        assert answered == 2
         assert (await decoding).status_code == 200
 
 
