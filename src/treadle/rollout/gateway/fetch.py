@@ -45,7 +45,7 @@ async def fetch(url: str, largest: int, anywhere: bool) -> bytes:
         raise _refusal(where, str(error)) from error
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise _refusal(where, f"cannot be fetched: {reason:.100}; check the URL, or send a data URL") from error
+        raise _refusal(where, f"cannot be fetched: {reason:.200}; check the URL, or send a data URL") from error
 
 
 class _Refused(Exception):
