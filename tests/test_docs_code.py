@@ -148,6 +148,7 @@ PLAYS: dict[str, Plays] = {
     "gsm8k.md python 1": Plays("environment reward", "data/gsm8k/train.jsonl"),
     "harbor.md yaml 1": Plays("driver harbor", "harbor_tasks", "harbor_tasks"),
     "harbor.md yaml 2": Plays("driver harbor", "harbor_tasks", over="harbor"),
+    "images.md seeing.yaml": Plays(*DEMO),
     "integrations.md yaml 1": Plays("environment skyrl_gym", "gsm8k_questions"),
     "integrations.md yaml 2": Plays("environment reasoning_gym", "reasoning_gym", "reasoning_gym"),
     "integrations.md yaml 3": Plays("driver verifiers", "verifiers", "verifiers"),

@@ -20,11 +20,14 @@ from treadle.data.load import LoadContext, load_tasks
 from treadle.data.published import sql_questions
 from treadle.plan.player import Player
 from treadle.record.trajectory_files import read_files
+from treadle.rollout.config import RolloutConfig
 from treadle.training.demonstrations import load_demonstrations
 
 COLUMNS: dict[str, Any] = {"prompt": "q", "ground_truth": "a.value", "extras": {"level": "meta.level"}}
 CONTEXT = LoadContext(columns=COLUMNS)  # type: ignore[arg-type]
-CONFIG: Any = SimpleNamespace(data=SimpleNamespace(columns=COLUMNS), player=Player("environment", ""))
+CONFIG: Any = SimpleNamespace(
+    data=SimpleNamespace(columns=COLUMNS), player=Player("environment", ""), rollout=RolloutConfig()
+)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 

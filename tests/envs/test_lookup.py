@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.rewards import Reward
-from treadle.core.types import Message, Task
+from treadle.core.types import Message, Task, as_messages
 from treadle.envs import lookup
 from treadle.envs.base import EnvStep
 from treadle.envs.lookup import Lookup, World, demonstration, tasks
@@ -28,7 +28,7 @@ def play(task: Task, policy: Policy) -> tuple[list[Message], list[EnvStep]]:
         while not steps or not steps[-1].done:
             reply = policy(messages)
             steps.append(await environment.step(reply))
-            messages += [Message(role="assistant", content=reply), *steps[-1].observations]
+            messages += [Message(role="assistant", content=reply), *as_messages(steps[-1].observations, "step")]
         await environment.close()
         return messages, steps
 

@@ -274,7 +274,7 @@ def answer(tool: Any, **arguments: Any) -> EnvStep:
 
 def text(step: EnvStep) -> str:
     [message] = step.observations
-    return message["content"]
+    return str(message["content"])
 
 
 def named(json: str, copy: int = 2, _hidden: int = 3, model_fields: str = "m", model_config: str = "c") -> str:

@@ -312,7 +312,7 @@ def test_the_cause_of_a_rejected_call_is_that_of_the_call_in_its_place() -> None
         (EnvStep(done=True, rejected=True), {}, "rejected a reply and gave done"),
         (EnvStep(rejected=None), {}, "rejected=None; it must be true or false"),  # type: ignore[arg-type]
         (EnvStep(history=[]), {}, "step: history gave no messages"),
-        (EnvStep(history=[{"role": "user"}]), {}, "step: history must give messages"),  # type: ignore[typeddict-item]
+        (EnvStep(history=[{"role": "user"}]), {}, "step: history must give messages"),
         (EnvStep(rejected=True), {"conversation": "single_message"}, "set rollout.conversation to 'turns'"),
         (EnvStep(rejected=True), {"max_steps": 1}, "the environment used none of the model's 1 replies"),
     ],

@@ -343,7 +343,8 @@ def _tasks(
     if isinstance(tasks, str):
         return load_split(config, split, environments)
     name = "tasks" if split == "train" else split
-    context = LoadContext(config.data.columns, config.player.of_task, environments)
+    limits = config.rollout.images.limits
+    context = LoadContext(config.data.columns, config.player.of_task, environments, images=limits)
     return [
         context.task(Row(row, f"{name}[{number}]", _place(split, number)), _IN_MEMORY)
         for number, row in enumerate(tasks)

@@ -26,6 +26,7 @@ import hashlib
 import io
 import re
 import struct
+import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -74,6 +75,10 @@ class ImageLimits:
 
     bytes: int = 20 * 2**20
     pixels: int = 2**25
+
+
+CHECKED = ImageLimits(2**40, 2**40)
+"""Limits of images that were checked before, or are of the program's own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,7 +267,34 @@ def image_ends(ids: NDArray[Any], depth: NDArray[np.int64]) -> NDArray[np.int64]
 @functools.lru_cache(maxsize=2)
 def picture_of(url: str) -> Picture:
     """Read a data URL that was checked before (`as_messages`), whatever its size."""
-    return read_image(url, ImageLimits(2**40, 2**40))
+    return read_image(url, CHECKED)
+
+
+_CHECKED_URLS = 4096  # data URLs known to be good, by their digests
+_known: dict[bytes, tuple[ImageLimits, str]] = {}  # SHA-256 -> the limits it was checked by, its header
+_lock = threading.Lock()
+
+
+def data_url(source: object, limits: ImageLimits | None = None, where: str = "image") -> str:
+    """Return an image as the data URL that `Picture.url` gives. Raises as `read_image` does.
+
+    A data URL that was read before is not decoded again: a conversation is checked at each of its turns.
+    """
+    if not isinstance(source, str):
+        return read_image(source, limits, where).url
+    limits, body = limits or ImageLimits(), source.partition(",")[2]
+    digest = hashlib.sha256(source.encode(errors="surrogatepass")).digest()
+    with _lock:
+        checked, header = _known.get(digest, (None, ""))
+    if checked is not None and checked.bytes <= limits.bytes and checked.pixels <= limits.pixels:
+        return header + body
+    url = read_image(source, limits, where).url
+    if url.endswith(f",{body}"):  # not of another base64 for the same bytes
+        with _lock:
+            _known[digest] = limits, url.removesuffix(body)
+            if len(_known) > _CHECKED_URLS:
+                del _known[next(iter(_known))]
+    return url
 
 
 def read_image(source: object, limits: ImageLimits | None = None, where: str = "image") -> Picture:
@@ -315,17 +347,20 @@ def _from_data_url(url: str, limits: ImageLimits, where: str) -> bytes:
     if header is None:
         scheme = _SCHEME.match(url)
         if scheme is None:
-            raise DataError(f"{where}: {url[:80]!r} is no data URL; give a file's name as pathlib.Path(...)")
+            shown = url[:80] if len(url) <= 256 else f"{url[:8]}..."  # may be base64
+            raise DataError(f"{where}: {shown!r} is no data URL; give a file's name as pathlib.Path(...)")
         if scheme[1].lower() == "data":
-            raise DataError(f"{where}: {url[:80]!r} is no data URL; write data:image/png;base64,...")
+            shown = url.partition(",")[0][:40]
+            raise DataError(f"{where}: {shown!r} is no data URL; write data:image/png;base64,...")
         raise DataError(
             f"{where}: {url[:80]!r} is a remote image ({scheme[1]}:), which is not fetched; send a data URL"
         )
     declared, _, is_base64 = header.groups()
     if declared is not None and not declared.lower().startswith("image/"):
-        raise DataError(f"{where}: a data URL of {declared} is no image")
+        raise DataError(f"{where}: a data URL of {declared[:40]} is no image")
     if is_base64 is None:
-        raise DataError(f"{where}: the data URL {url[:80]!r} is not in base64; write data:image/png;base64,...")
+        shown = url.partition(",")[0][:40]
+        raise DataError(f"{where}: the data URL {shown!r} is not in base64; write data:image/png;base64,...")
     _check_size((len(url) - header.end()) // 4 * 3 - url[-2:].count("="), limits, where)
     try:
         return base64.b64decode(url[header.end() :], validate=True)

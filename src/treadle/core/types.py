@@ -13,7 +13,6 @@ The end-of-turn token that Treadle then appends for the model belongs to the *ne
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import pickle
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treadle.core.errors import Cause, DataError
-from treadle.core.images import PLACE, ImageIds, ImageLimits, PromptImage, read_image
+from treadle.core.images import CHECKED, PLACE, ImageIds, ImageLimits, PromptImage, data_url
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.support import Probabilities, Support
@@ -269,7 +268,8 @@ class Form:
 class Task:
     """One dataset row. `task_id` is stable; everything in it is plain JSON data.
 
-    prompt: messages an agent starts from, unless the environment's `reset` makes its own.
+    prompt: messages an agent starts from, unless the environment's `reset` makes its own. Images in it have no limits
+    here: those of a source of tasks are checked by `rollout.images` before.
     environment, agent, driver: the player, at most one of them (a registered name or `module:attribute`); all empty for
     the recipe's player. ground_truth, extras: data the player needs to run and grade the task.
 
@@ -291,7 +291,7 @@ class Task:
         if len(named) > 1:
             both = " and ".join(f"the {kind} {name!r}" for kind, name in named.items())
             raise DataError(f"task {self.task_id} names both {both}; leave one out")
-        object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
+        object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt", CHECKED))
         parts = {"task_id": self.task_id, "ground_truth": self.ground_truth, "extras": dict(self.extras)}
         if problem := json_problem(parts | named):
             raise DataError(f"task {self.task_id}: {problem}")
@@ -590,17 +590,16 @@ def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: item for key, item in message.items() if key != "images"}, "content": parts}
 
 
-_SMALL = 2**21  # characters of a data URL that is kept
 _OPTIONAL = ("reasoning_content", "tool_call_id", "name")
 
 
 def _as_message(value: Any, where: str, limits: ImageLimits | None) -> Message:
     role = value.get("role") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or role is None or ("content" not in value and role != "assistant"):
-        raise DataError(f"{where} needs 'role' and 'content', got {value!r:.500}")
+        raise DataError(f"{where} needs 'role' and 'content', got {_shown(value)!r:.500}")
     content, images = _as_content(value.get("content"), role, where, limits)
     if not isinstance(value["role"], str) or content is None:
-        raise DataError(f"{where} needs string role and content, got {value!r:.500}")
+        raise DataError(f"{where} needs string role and content, got {_shown(value)!r:.500}")
     message = Message(role=value["role"], content=content)
     known = {"role", "content", "tool_calls", "images", *_OPTIONAL}
     if unknown := sorted(map(str, value.keys() - known)):
@@ -657,17 +656,22 @@ def _as_content(content: Any, role: Any, where: str, limits: ImageLimits | None)
 
 def _as_image(source: Any, where: str, limits: ImageLimits | None) -> str:
     try:
-        if isinstance(source, str) and len(source) <= _SMALL:
-            return _checked(source, limits)
-        return read_image(source, limits).url
+        return data_url(source, limits)
     except DataError as error:
         raise DataError(f"{where}{str(error).removeprefix('image')}") from error
 
 
-# A client sends a conversation again at each of its turns: read once, and kept in memory once.
-@functools.lru_cache(maxsize=128)
-def _checked(url: str, limits: ImageLimits | None) -> str:
-    return read_image(url, limits).url
+def _shown(value: Any) -> Any:
+    """Return a value for an error message, without the data of images."""
+    if isinstance(value, Mapping):
+        return {key: _shown(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(part) for part in value[:100]]
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        return f"{value.partition(',')[0][:40]},..."
+    return value
 
 
 def arguments_text(arguments: Any) -> str:

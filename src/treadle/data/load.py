@@ -18,11 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.images import ImageLimits
 from treadle.core.registry import how_to_install
-from treadle.core.types import Task
+from treadle.core.types import Task, as_messages
 from treadle.data.config import SUFFIXES, Columns, SourceConfig, sources_of
 from treadle.data.rows import PROMPT, Row, make_task, parse_json
-from treadle.data.tasks import Mixture, Player, check_distinct, parse_split, take_range, with_player
+from treadle.data.tasks import (
+    Mixture,
+    Player,
+    check_distinct,
+    parse_split,
+    take_range,
+    task_ids,
+    tasks_of,
+    with_player,
+)
 from treadle.envs.base import Environment
 from treadle.envs.tasks import load_environment, made_class
 
@@ -40,13 +50,15 @@ class LoadContext:
     """Settings common to all sources of a run.
 
     columns: default for sources without their own. player: default player for tasks that name none (`Task.player`).
-    environments: classes or factories by name, beside the registry's. seed: for generators that take one.
+    environments: classes or factories by name, beside the registry's. seed: for generators that take one. images:
+    limits of images in prompts.
     """
 
     columns: Columns | None = None
     player: Player = ("environment", "")
     environments: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    images: ImageLimits | None = None
 
     def columns_of(self, section: SourceConfig) -> Columns | None:
         """Return the paths of a task's parts in a source's rows."""
@@ -54,7 +66,11 @@ class LoadContext:
 
     def task(self, row: Row, section: SourceConfig) -> Task:
         """Return a row's task. Raises DataError, also for a missing prompt unless the player makes one."""
-        task = row.value if isinstance(row.value, Task) else make_task(row, self.columns_of(section))
+        if isinstance(row.value, Task):
+            task = row.value
+            as_messages([m for m in task.prompt if m.get("images")], f"{row.where}: prompt", self.images)
+        else:
+            task = make_task(row, self.columns_of(section), self.images)
         task = with_player(task, self.player)
         kind, name = task.player
         if not task.prompt and not isinstance(row.value, Task) and kind == "environment":
@@ -102,8 +118,8 @@ def _load_source(section: SourceConfig, split: str, setting: str, context: LoadC
     opened = open_source(section, split, setting, name, context.seed)
     tasks: Sequence[Task]
     if isinstance(opened, Iterator):
-        tasks = [context.task(row, section) for row in opened]
-        check_distinct(section.source, (task.task_id for task in tasks))
+        tasks = tasks_of(opened, lambda row: context.task(row, section))
+        check_distinct(section.source, task_ids(tasks))
     else:
         tasks = opened.tasks(context.columns_of(section), lambda row: context.task(row, section))
     tasks = take_range(tasks, start, end)
@@ -215,7 +231,7 @@ def _read_jsonl(path: Path, stem: str) -> Iterator[Row]:
     # Splits bytes, not text: JSON strings may contain characters that str.splitlines treats as line ends.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
-            yield Row(line, f"{path}:{number}", f"{stem}-{number:06d}")
+            yield Row(line, f"{path}:{number}", f"{stem}-{number:06d}", path.parent)
 
 
 def _short_name(source: str) -> str:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from treadle.core.errors import DataError
+from treadle.core.images import CHECKED, ImageLimits
 from treadle.core.text import json_problem, read_json
 from treadle.core.types import PLAYERS, Message, Task, as_messages
 from treadle.data.config import Columns
@@ -39,20 +41,64 @@ class ArrowData(Protocol):
 class Row(NamedTuple):
     """A row of a source: a line of JSON, an object, or already a `Task`.
 
-    where: prefix of errors. task_id: default for a row without one.
+    where: prefix of errors. task_id: default for a row without one. folder: where the paths of its images begin; None:
+    it cannot name files.
     """
 
     value: Any
     where: str
     task_id: str
+    folder: Path | None = None
 
 
-def make_task(row: Row, columns: Columns | None) -> Task:
-    """Return a row's task. columns: None for rows with Treadle's own names. Raises DataError."""
+def make_task(row: Row, columns: Columns | None, limits: ImageLimits | None = None) -> Task:
+    """Return a row's task. columns: None for rows with Treadle's own names. limits: of images. Raises DataError."""
     value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
     if columns is not None and isinstance(value, Mapping):
         value = select_fields(value, columns, row.where)
+    if isinstance(value, Mapping) and isinstance(value.get("prompt"), list):
+        value = {**value, "prompt": _with_images(value["prompt"], row, limits)}
     return task_from_row(value, row.where, row.task_id, columns)
+
+
+def _with_images(prompt: list[Any], row: Row, limits: ImageLimits | None) -> Any:
+    """Return messages of a row as plain JSON, if they have images; otherwise themselves."""
+    if not any(isinstance(m, Mapping) and (m.get("images") or _parts(m)) for m in prompt):
+        return prompt
+    messages = [
+        {**_without_nulls(m), "content": [_part(part, row) for part in _parts(m)]}
+        if isinstance(m, Mapping) and _parts(m)
+        else _without_nulls(m)
+        for m in prompt
+    ]
+    return list(as_messages(messages, f"{row.where}: prompt", limits))
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return an object without the null that Arrow fills in for keys of other rows' objects."""
+    return {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else value
+
+
+def _part(part: Any, row: Row) -> Any:
+    """Return a part of a message's content, with the place of its image: `{"type": "image", "path": "cat.png"}`, or
+    `{"type": "image", "image": {"bytes": ..., "path": ...}}`, as Hugging Face data sets store it.
+    """
+    part = _without_nulls(part)
+    if not isinstance(part, dict) or part.get("type") != "image":
+        return part
+    stored = part.get("image", part)
+    if not isinstance(stored, Mapping):
+        return part
+    if (data := stored.get("bytes")) is None and (path := stored.get("path")) is not None:
+        if row.folder is None or not isinstance(path, str):
+            raise DataError(f"{row.where}: the image's path {path!r:.100} must be text, in a row of a file")
+        data = row.folder / path
+    return {"type": "image", "image": data}
 
 
 def parse_json(line: bytes, where: str) -> Any:
@@ -122,12 +168,7 @@ def as_prompt(value: Any, where: str, column: str = "prompt") -> tuple[Message, 
         return (Message(role="user", content=value),) if value else ()
     if not isinstance(value, list):
         raise DataError(f"{where}: prompt must be text or a JSON array of messages, got {value!r:.100}; write {PROMPT}")
-    messages = [
-        {key: part for key, part in message.items() if part is not None} if isinstance(message, Mapping) else message
-        # Arrow fills in null for keys of other rows' messages.
-        for message in value
-    ]
-    return as_messages(messages, f"{where}: prompt")
+    return as_messages([*map(_without_nulls, value)], f"{where}: prompt", CHECKED)
 
 
 def _is_messages(text: str) -> bool:

@@ -32,6 +32,7 @@ from treadle.data.rows import KEYS, OWN_NAMES, ArrowData, Row, unknown_key
 from treadle.data.tasks import LazyTasks, Player, check_distinct
 
 _BATCH = 4096  # rows decoded and checked at a time
+_BATCH_OF_IMAGES = 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Part:
 
     path: for messages. stem: prefix of its tasks' ids. batches: yields the rows, in order, with these columns and
     paths.
-    files: hashed to recognize the data.
+    files: hashed to recognize the data. folder: where paths of images begin.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Part:
     schema: Any
     batches: Callable[[list[str]], Iterator[Any]]
     files: Sequence[Path]
+    folder: Path | None = None
 
     def row(self, batch: Any, place: int, number: int) -> Row:
         """Return a row of a batch, without null values of Treadle's own keys, which correspond to missing keys in JSON.
@@ -60,7 +62,7 @@ class Part:
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8: {error}; write the file with text in UTF-8") from error
         present = {name: value for name, value in fields.items() if value is not None or name not in KEYS}
-        return Row(present, where, self.default_id(number))
+        return Row(present, where, self.default_id(number), self.folder)
 
     def default_id(self, number: int) -> str:
         return f"{self.stem}-{number:06d}"
@@ -75,9 +77,13 @@ def parquet_part(path: Path, stem: str, setting: str) -> Part:
         # No pre_buffer: it keeps a whole row group in memory, perhaps the whole file.
         with _reading(path, setting):
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-            yield from file.iter_batches(batch_size=_BATCH, columns=columns, use_threads=False)
+            yield from file.iter_batches(batch_size=_batch_size(schema), columns=columns, use_threads=False)
 
-    return Part(str(path), stem, schema, batches, (path,))
+    return Part(str(path), stem, schema, batches, (path,), path.parent)
+
+
+def _batch_size(schema: Any) -> int:
+    return _BATCH_OF_IMAGES if any("binary" in str(kind) for kind in schema.types) else _BATCH
 
 
 @contextmanager
@@ -124,7 +130,8 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
 
     def batches(columns: list[str]) -> Iterator[Any]:
         names = dict.fromkeys(path if path in dataset.column_names else path.partition(".")[0] for path in columns)
-        for table in dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH):
+        batch_size = _batch_size(dataset.features.arrow_schema)
+        for table in dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=batch_size):
             yield from table.combine_chunks().to_batches()
 
     name = split or str(dataset.split or "")
@@ -316,7 +323,9 @@ def _as_schema(batch: Any, schema: Any, part: Part, first: Part) -> Any:
             raise DataError(
                 f"{part.path}: column {name!r} is of type {other}, and of type {plain} in {first.path}; store it as one"
             )
-    return batch.select(schema.names).cast(schema)
+    batch = batch.select(schema.names).replace_schema_metadata(None)
+    # Not where it changes nothing: Arrow's cast breaks nested fields without a value.
+    return batch if batch.schema.equals(schema) else batch.cast(schema)
 
 
 # --- fast validation of whole batches, without a Python object per row ------------------------------------------------

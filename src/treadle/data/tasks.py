@@ -7,10 +7,10 @@ import json
 import re
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, overload
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
@@ -49,6 +49,50 @@ class LazyTasks(Sequence[Task]):
         """Return a digest of the tasks' data; equal digests mean equal tasks."""
 
 
+T = TypeVar("T")
+
+
+def tasks_of(rows: Iterable[T], make: Callable[[T], Task]) -> Sequence[Task]:
+    """Return the tasks of rows. Those with images are made anew on demand, so that memory does not hold all images."""
+    tasks = _RowTasks(make)
+    for row in rows:
+        tasks.add(row)
+    return tasks if tasks.has_images else tasks.made
+
+
+class _RowTasks(LazyTasks, Generic[T]):
+    """made: the tasks without images, and the rows of the others."""
+
+    def __init__(self, make: Callable[[T], Task]) -> None:
+        self.made: list[Any] = []
+        self.has_images = False
+        self._make, self._ids, self._players = make, list[str](), set[Player]()
+
+    def add(self, row: T) -> None:
+        task = self._make(row)
+        seen = any(message.get("images") for message in task.prompt)
+        self.has_images |= seen
+        self.made.append((row,) if seen else task)
+        self._ids.append(task.task_id)
+        self._players.add(task.player)
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def _at(self, number: int) -> Task:
+        made = self.made[number]
+        return made if isinstance(made, Task) else self._make(*made)
+
+    def task_ids(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def players(self) -> set[Player]:
+        return self._players
+
+    def sha256(self) -> str:
+        return _sha256(self)
+
+
 def task_ids(tasks: Sequence[Task]) -> Iterator[str]:
     """Yield the tasks' ids in order."""
     return tasks.task_ids() if isinstance(tasks, LazyTasks) else (task.task_id for task in tasks)
@@ -61,8 +105,10 @@ def players(tasks: Sequence[Task]) -> set[Player]:
 
 def tasks_sha256(tasks: Sequence[Task]) -> str:
     """Return a digest of the tasks, in order."""
-    if isinstance(tasks, LazyTasks):
-        return tasks.sha256()
+    return tasks.sha256() if isinstance(tasks, LazyTasks) else _sha256(tasks)
+
+
+def _sha256(tasks: Sequence[Task]) -> str:
     digest = hashlib.sha256()
     for task in tasks:
         parts = [task.task_id, task.prompt, task.player, task.ground_truth, dict(task.extras)]

@@ -19,7 +19,8 @@ INTRODUCTION = "This is your summary of the conversation so far:\n\n"
 class EnvStep(NamedTuple):
     """The environment's answer to one reply of the agent.
 
-    observations: messages the agent reads next (role `user` or `tool`); empty when done.
+    observations: messages the agent reads next (role `user` or `tool`); empty when done. Content is text, or a list of
+    parts, texts and images (a Pillow image, the bytes of a file, a `Path` or a data URL).
     reward: reward of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward
     single tokens of the reply. done: whether the episode is over.
     info: values of the environment's `metrics`; other values are for direct callers (tests, notebooks), and neither
@@ -31,18 +32,19 @@ class EnvStep(NamedTuple):
     rewards: rewards of copies of the policy (self-play), by name, each added to the copy's last call.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
+    >>> EnvStep([{"role": "user", "content": [{"type": "image", "image": screenshot}]}])
     >>> EnvStep(reward=1.0, done=True)
     >>> EnvStep(reward=Reward({"answer": 1.0, "brevity": 0.1}), done=True)
     >>> EnvStep([{"role": "user", "content": "That was no JSON. Again:"}], rejected=True)
     >>> EnvStep(reward=1.0, done=True, rewards={"opponent": -1.0})
     """
 
-    observations: Sequence[Message] = ()
+    observations: Sequence[Mapping[str, Any]] = ()
     reward: float | Reward = 0.0
     done: bool = False
     info: Mapping[str, Any] = {}
     state: str = ""
-    history: Sequence[Message] | None = None
+    history: Sequence[Mapping[str, Any]] | None = None
     rejected: bool = False
     rewards: Mapping[str, float | Reward] = {}
 
@@ -137,7 +139,7 @@ class Environment(Protocol):
     form: Form | None = None
 
     @_or_plain
-    async def reset(self, task: Task) -> Sequence[Message]:
+    async def reset(self, task: Task) -> Sequence[Mapping[str, Any]]:
         """Start the attempt; return the agent's first messages (default: the task's prompt).
 
         In a run, `self.task` is already set.

@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import json
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
@@ -30,7 +31,7 @@ from pydantic_core import to_jsonable_python
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure, failure_in
 from treadle.core.metrics import Metric
 from treadle.core.rewards import NUMBER, Reward, is_reward
-from treadle.core.types import Message, ToolCall
+from treadle.core.types import ToolCall, in_parts
 from treadle.core.user_functions import described
 from treadle.envs.base import Environment, EnvStep, Reply
 
@@ -57,8 +58,9 @@ class ToolEnvironment(Environment):
     """Lets the model call tools: functions, or methods of the class, `async` or not.
 
     Schemas are derived from signatures and docstrings: types must be supported by pydantic, and a docstring line
-    `name: text` describes the parameter of that name. The return value, text or JSON, is the answer; for an `EnvStep`,
-    its reward, info and state count, and `done` ends the episode. Exceptions are reported to the model as text, as are
+    `name: text` describes the parameter of that name. The return value, text or JSON, is the answer, as is an image: a
+    Pillow image, or a list of parts with one (`as_messages`). For an `EnvStep`, its observations are, its reward, info
+    and state count, and `done` ends the episode. Exceptions are reported to the model as text, as are
     unknown tools and invalid arguments, and counted by `env/tool_errors`. A reply without a call is the last one:
     `answered` grades it.
 
@@ -66,7 +68,7 @@ class ToolEnvironment(Environment):
     attempt fails without a reward.
 
     tools: tools for the model. max_calls: limit per reply; further calls get an error. max_answer: maximum length of an
-    answer, in characters; longer ones are shortened.
+    answer, or of each text beside images, in characters; longer ones are shortened.
 
     If no tool is `async`, all run on the attempt's own thread; otherwise plain ones run in separate threads.
     """
@@ -109,7 +111,7 @@ class ToolEnvironment(Environment):
 
     async def _turn(self, reply: Reply, awaits: bool) -> EnvStep:
         """Play the calls of a reply. awaits: whether tools may be `async`; if not, nothing is awaited here."""
-        answers: list[Message] = []
+        answers: list[Mapping[str, Any]] = []
         reward, done, errors = Reward(), False, 0
         info: dict[str, Any] = {}
         rewards: dict[str, float | Reward] = {}
@@ -151,23 +153,59 @@ class ToolEnvironment(Environment):
         named = {str(field.alias): getattr(arguments, key) for key, field in type(arguments).model_fields.items()}
         return partial(tool, *([self] if _is_method(tool) else []), **named)
 
-    def _answer(self, call: ToolCall, result: Any) -> Message:
+    def _answer(self, call: ToolCall, result: Any) -> dict[str, Any]:
+        name = call["function"]["name"]
         if inspect.iscoroutine(result):
             result.close()
-            raise TypeError(f"tool {call['function']['name']!r} gave a coroutine; define it by 'async def'")
-        if isinstance(result, EnvStep):
-            text = "\n".join(message["content"] for message in result.observations)
-        elif isinstance(result, _Error):
-            text = f"error: {result}"
-        elif result is None:
-            text = "done"
-        else:
-            text = result if isinstance(result, str) else _json(result)
+            raise TypeError(f"tool {name!r} gave a coroutine; define it by 'async def'")
+        contents = (
+            [in_parts(message)["content"] for message in result.observations] if isinstance(result, EnvStep) else []
+        )
+        if _is_image(result):
+            contents = [[{"type": "image", "image": result}]]
+        elif _is_parts(result):
+            contents = [result]
+        elif not isinstance(result, EnvStep):
+            contents = [_text(result)]
+        content: Any = self._shortened("\n".join(text for text in contents if isinstance(text, str))) or "done"
+        if not all(isinstance(each, str) for each in contents):
+            parts = (part for each in contents for part in ([_part(each)] if isinstance(each, str) else each))
+            content = [_part(self._shortened(part["text"])) if "text" in part else part for part in parts]
+        return {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
+
+    def _shortened(self, text: str) -> str:
         if len(text) > self.max_answer:
             text = f"{text[: self.max_answer]}... ({len(text) - self.max_answer} more characters are left out)"
         # escapes lone surrogates
-        name, text = call["function"]["name"], text.encode(errors="backslashreplace").decode()
-        return Message(role="tool", content=text or "done", tool_call_id=call["id"], name=name)
+        return text.encode(errors="backslashreplace").decode()
+
+
+def _text(result: Any) -> str:
+    if isinstance(result, _Error):
+        return f"error: {result}"
+    if result is None:
+        return "done"
+    return result if isinstance(result, str) else _json(result)
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+_IMAGES = ("image", "image_url")
+
+
+def _is_image(result: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(result, pillow.Image)
+
+
+def _is_parts(result: Any) -> bool:
+    """Return whether a list is content of a message with an image."""
+    if not isinstance(result, list):
+        return False
+    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in result}
+    return kinds <= {"text", *_IMAGES} and not kinds.isdisjoint(_IMAGES)
 
 
 def _plain_step(self: ToolEnvironment, reply: Reply) -> EnvStep:

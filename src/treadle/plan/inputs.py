@@ -195,7 +195,9 @@ def load_split(
 def load_context(config: RunConfig, environments: Mapping[str, EnvironmentFactory] | None = None) -> LoadContext:
     """Return the settings common to all sources of a run. Raises ConfigError for unknown names."""
     known = configured_players(config).environments if environments is None else environments
-    return LoadContext(config.data.columns, config.player.of_task, known, config.seed)
+    return LoadContext(
+        config.data.columns, config.player.of_task, known, config.seed, images=config.rollout.images.limits
+    )
 
 
 DATA = "data.json"

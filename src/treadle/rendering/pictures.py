@@ -33,9 +33,14 @@ class ImagePlaces:
         self.processor, self._structure = processor, structure
 
     def in_parts(self, message: Plain) -> Plain:
-        """Return a message as templates read it: with a list of parts as content, if it has images."""
+        """Return a message as templates read it: with a list of parts as content, if it has images.
+
+        Raises DataError without a processor.
+        """
         if not message.get("images"):
             return message
+        if self.processor is None:  # a template for text would fail on the parts
+            raise DataError(_NO_PROCESSOR)
         parts: list[Any] = []
         for number, text in enumerate(message["content"].split(PLACE)):
             parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)

@@ -382,7 +382,7 @@ async def open_drivers(
 ) -> AsyncIterator[Mapping[tuple[str, str], AttemptDriver[Any]]]:
     """Open a driver for each player, by kind and name. Raises ConfigError as `open_rollouts` does."""
     async with AsyncExitStack() as opened:
-        gateway = await opened.enter_async_context(SharedGateway(config.gateway, log))
+        gateway = await opened.enter_async_context(SharedGateway(config.gateway, config.images, log))
         setup = DriverSetup(config, renderer, renderer.parser(config.reply_parser), gateway, directory)
         drivers: dict[tuple[str, str], AttemptDriver[Any]] = {}
         if players.environments:

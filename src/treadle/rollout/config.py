@@ -11,6 +11,7 @@ from pydantic import AnyHttpUrl, Field, ValidationError, field_validator, model_
 
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
+from treadle.core.images import ImageLimits
 from treadle.core.types import SamplingParams
 from treadle.rendering.replies import AUTO
 
@@ -77,6 +78,26 @@ def url_of(listening: socket.socket) -> str:
     """Return the URL of a listening socket: `http://127.0.0.1:54321`."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class ImagesConfig(Config):
+    """Which images messages may have."""
+
+    max_bytes: int = Field(20 * 2**20, ge=1, description="largest file of an image, in bytes")
+    max_pixels: int = Field(
+        2**25,
+        ge=1,
+        description="most pixels of an image, width times height; decoding needs some 12 bytes of memory for each",
+    )
+    fetch: Literal["never", "public", "any"] = Field(
+        "never",
+        description="images that the gateway fetches for agent programs, by http(s): none, those at public addresses, "
+        "or any, also of this machine and its network",
+    )
+
+    @property
+    def limits(self) -> ImageLimits:
+        return ImageLimits(self.max_bytes, self.max_pixels)
 
 
 class CompactionConfig(Config):
@@ -168,6 +189,7 @@ class RolloutConfig(Config):
         True, description="reject calls of agent programs that were repeated, if they go on from another answer"
     )
     gateway: GatewayConfig = Field(GatewayConfig(), description="address at which agent programs reach the model")
+    images: ImagesConfig = Field(ImagesConfig(), description="limits of images in tasks and messages")
     compaction: CompactionConfig | None = Field(
         None, description="summaries of long conversations with environments; null: none"
     )

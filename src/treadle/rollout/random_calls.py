@@ -24,7 +24,8 @@ from pydantic import Field
 
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
-from treadle.core.types import FunctionCall, Message, Task, ToolCall
+from treadle.core.images import CHECKED
+from treadle.core.types import FunctionCall, Message, Task, ToolCall, as_messages
 from treadle.envs.tools import TOOL_ERRORS
 from treadle.rollout.attempt import user_code
 from treadle.rollout.config import RolloutConfig
@@ -106,7 +107,7 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
             player.messages.append(call)
             if answer.done:
                 return RandomAttempt(player.messages, environment.tools, failed)
-            player.messages.extend(answer.observations)
+            player.messages.extend(as_messages(answer.observations, "step", CHECKED))
         player.messages.append(Message(role="assistant", content=player.answer()))
         return RandomAttempt(player.messages, environment.tools, failed)
     finally:

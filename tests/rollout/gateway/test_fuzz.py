@@ -295,8 +295,8 @@ def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
         "type": "error",
         "error": {
             "type": "invalid_request_error",
-            "message": "messages[0].content[0].type: Input tag 'image' found using 'type' does not match any of the "
-            "expected tags: 'text', 'tool_result'",
+            "message": "messages[0].content[0].source: is a remote image, which is not fetched; send a data URL "
+            "(data:image/png;base64,...), or set rollout.images.fetch",
         },
     }
     for route in ("messages", "messages/count_tokens"):

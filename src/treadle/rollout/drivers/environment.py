@@ -8,6 +8,7 @@ continues (`rollout.compaction`).
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treadle.core.errors import Cause, ConfigError, ContextExceeded, StepsExceeded, TokensExceeded, TrajectoryFailure
+from treadle.core.images import CHECKED, ImageLimits
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
@@ -137,7 +139,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
             await environment.restore(task, recorded["snapshot"])
         except TrajectoryFailure as failure:
             await session.lose_start(f"could not be restored ({failure.message})")
-        return as_messages(recorded["opening"], "recorded messages")
+        return as_messages(recorded["opening"], "recorded messages", CHECKED)
 
     async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
         """Sample the next reply; if the history is too long, first replace it by a summary.
@@ -303,7 +305,8 @@ class IsolatedEnvironment:
             lambda: getattr(self._environment, method)(*arguments),
             what=what or method,
             timeout=self._config.environment_timeout,
-            check=check,
+            # Images are decoded off the event loop.
+            check=lambda value: asyncio.to_thread(check, value) if _has_images(value) else check(value),
             in_thread=not self._is_async(method),
         )
 
@@ -322,7 +325,7 @@ class IsolatedEnvironment:
             self._environment.close()
 
     def _checked_reset(self, value: object) -> list[Message]:
-        messages = _checked_messages(value, "reset")
+        messages = _checked_messages(value, "reset", self._config.images.limits)
         self._note_interface()
         return list(messages)
 
@@ -347,9 +350,10 @@ class IsolatedEnvironment:
         self.metrics.record(step.info, "step")
         if step.done:
             return step._replace(reward=reward, done=True, history=None)
-        history = None if step.history is None else _checked_messages(step.history, "step: history")
+        limits = self._config.images.limits
+        history = None if step.history is None else _checked_messages(step.history, "step: history", limits)
         goes_on = history is not None or step.rejected  # allowed without observations
-        observations = _checked_messages(step.observations, "step", may_be_empty=goes_on)
+        observations = _checked_messages(step.observations, "step", limits, may_be_empty=goes_on)
         return step._replace(observations=observations, reward=reward, done=False, history=history)
 
     def _check_history(self, step: EnvStep, reward: Reward) -> None:
@@ -383,14 +387,25 @@ class IsolatedEnvironment:
         return finish._replace(reward=_checked_reward(finish.reward, "finish", self._environment))
 
 
-def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> tuple[Message, ...]:
+def _checked_messages(
+    value: object, where: str, limits: ImageLimits, may_be_empty: bool = False
+) -> tuple[Message, ...]:
     try:
-        messages = as_messages(value, where)  # type: ignore[arg-type]
+        messages = as_messages(value, where, limits)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise _failure(f"{where} must give messages: {error}") from error
     if not messages and not may_be_empty:
         raise _failure(f"{where} gave no messages for the agent to read, and is not done")
     return messages
+
+
+def _has_images(value: object) -> bool:
+    """Return whether messages, or those of an EnvStep, may have images that are still to be read."""
+    lists = [value, *(value if isinstance(value, tuple) else ())]
+    messages = (message for each in lists if isinstance(each, list | tuple) for message in each)
+    return any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple) for message in messages
+    )
 
 
 def _checked_snapshot(value: object) -> str:

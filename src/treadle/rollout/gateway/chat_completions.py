@@ -10,7 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from treadle.core.types import Message
 from treadle.rendering.structure import offsets
+from treadle.rollout.config import ImagesConfig
 from treadle.rollout.gateway import request as api
+from treadle.rollout.gateway.images import ImagePart, filled
 from treadle.rollout.session import CallOptions
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -22,12 +24,17 @@ class Part(api.RequestModel):
     text: api.Text = ""
     refusal: api.Text = ""
 
+    @property
+    def said(self) -> str:
+        return self.text + self.refusal
+
 
 Content = Annotated[api.Several[Part], api.AS_PARTS]
+SeeingContent = Annotated[api.Several[Annotated[Part | ImagePart, Field(discriminator="type")]], api.AS_PARTS]
 
 
 def joined(content: Sequence[Part], joint: str = "\n") -> str:
-    return joint.join(part.text + part.refusal for part in content)
+    return joint.join(part.said for part in content)
 
 
 class CalledFunction(api.RequestModel):
@@ -42,11 +49,11 @@ class RequestedCall(api.RequestModel):
 
 class _Message(api.RequestModel):
     role: str
-    content: Content = ()
+    content: SeeingContent = ()
     name: api.Text = ""
 
     def message(self) -> Message:
-        message = Message(role=_ROLES.get(self.role, self.role), content=joined(self.content))
+        message = filled(Message(role=_ROLES.get(self.role, self.role), content=""), self.content)
         if self.name:
             message["name"] = self.name
         return message
@@ -68,6 +75,7 @@ class AssistantMessage(_Message):
     """An earlier reply. Clients send its thought as `reasoning_content` or as `reasoning`."""
 
     role: Literal["assistant"]
+    content: Content = ()
     tool_calls: api.Several[RequestedCall] = ()
     reasoning_content: Any = None
     reasoning: Any = None
@@ -141,8 +149,8 @@ class ChatRequest(api.SamplingRequest):
     prediction: api.Unsupported = None
 
 
-def _read_chat(body: api.Json) -> api.CompletionRequest:
-    request = api.read(ChatRequest, body)
+def _read_chat(body: api.Json, images: ImagesConfig) -> api.CompletionRequest:
+    request = api.read(ChatRequest, body, images)
     return api.CompletionRequest(
         model=request.model,
         messages=tuple(message.message() for message in request.messages),
@@ -283,7 +291,7 @@ class RawRequest(api.SamplingRequest):
     echo: api.Unsupported = None
 
 
-def _read_raw(body: api.Json) -> api.CompletionRequest:
+def _read_raw(body: api.Json, images: ImagesConfig) -> api.CompletionRequest:
     request = api.read(RawRequest, body)
     if request.best_of not in (None, request.n):
         raise api.ApiError(400, f"best_of: must equal n here, got {request.best_of}", "best_of")

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from treadle.core.types import DropReason, Message
+from treadle.rollout.config import ImagesConfig
 from treadle.rollout.gateway.answers import Answers
+from treadle.rollout.gateway.images import RequestImages
 from treadle.rollout.gateway.request import Answer, AnyReply, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.other_models import POLICY, AttemptModel, AttemptModels
@@ -82,13 +84,15 @@ _POLICY_ALONE = Access()
 class ClientSession:
     """A session open to clients. Remembers conversations for requests that continue them by id.
 
-    exchanges: its requests. bytes_in_flight: size of those being received or sampled.
+    exchanges: its requests. bytes_in_flight: size of those being received or sampled. images: data URLs of the images
+    in its requests, each to itself: most requests repeat those of earlier ones.
     """
 
     def __init__(self, session: Session, address: SessionAddress, gateway: Gateway, access: Access) -> None:
         self.session, self.address, self.access, self._note = session, address, access, gateway.note
         self.exchanges = Exchanges(self._set_delivered, gateway.grace, gateway.max_in_flight)
         self.bytes_in_flight = 0
+        self.images: dict[str, str] = {}
         self._answers, self._said_used = Answers(), dict[int, bool]()  # by number of the step
         self._responses: dict[str, tuple[Message, ...]] = {}
         self._numbers: dict[str, list[int]] = {}  # numbers of steps, by response id
@@ -215,7 +219,7 @@ class Gateway:
     model: name listed by `/v1/models`; requests may name any. grace: seconds to keep sampling an answer that no client
     waits for. max_in_flight: number of requests of one session sampled concurrently. max_body: maximum size of a
     request, in bytes. max_bytes_in_flight: total size of one session's requests being received or sampled, in bytes.
-    log: receives each distinct warning about an ignored request field once.
+    images: which images requests may have. log: receives each distinct warning about an ignored request field once.
 
     Secrets are looked up by digest, so that the time of a lookup reveals nothing about them.
     """
@@ -226,13 +230,15 @@ class Gateway:
         model: str = POLICY,
         grace: float = 5.0,
         max_in_flight: int = 256,
-        max_body: int = 16 * 2**20,
-        max_bytes_in_flight: int = 128 * 2**20,
+        max_body: int = 64 * 2**20,
+        max_bytes_in_flight: int = 256 * 2**20,
+        images: ImagesConfig = ImagesConfig(),  # noqa: B008  # frozen
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.max_body, self.max_bytes_in_flight = model, max_body, max_bytes_in_flight
         self.url = ""  # set by `serving`
         self.grace, self.max_in_flight = grace, max_in_flight
+        self.images = RequestImages(images)
         self._log, self._logged = log, set[str]()
         self._attached: dict[bytes, ClientSession] = {}
 

@@ -11,7 +11,9 @@ from pydantic import Field, model_validator
 
 from treadle.core.types import Message, StopReason
 from treadle.rendering.replies import Tool
+from treadle.rollout.config import ImagesConfig
 from treadle.rollout.gateway import request as api
+from treadle.rollout.gateway.images import ImageBlock, filled
 from treadle.rollout.session import CallOptions
 
 _ERRORS = {
@@ -27,8 +29,13 @@ class TextBlock(api.RequestModel):
     type: Literal["text"]
     text: api.Text = ""
 
+    @property
+    def said(self) -> str:
+        return self.text
+
 
 Content = Annotated[api.Several[TextBlock], api.AS_PARTS]
+SeeingContent = Annotated[api.Several[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], api.AS_PARTS]
 
 
 def _joined(content: api.Several[TextBlock]) -> str:
@@ -38,27 +45,30 @@ def _joined(content: api.Several[TextBlock]) -> str:
 class ToolResult(api.RequestModel):
     type: Literal["tool_result"]
     tool_use_id: api.Text
-    content: Content = ()
+    content: SeeingContent = ()
 
 
 class OtherTurn(api.RequestModel):
     role: Literal["user", "system"]
-    content: Annotated[api.Several[Annotated[TextBlock | ToolResult, Field(discriminator="type")]], api.AS_PARTS]
+    content: Annotated[
+        api.Several[Annotated[TextBlock | ImageBlock | ToolResult, Field(discriminator="type")]], api.AS_PARTS
+    ]
 
     def messages(self) -> list[Message]:
         """Convert to messages as templates expect them: each tool result is a separate one."""
         messages: list[Message] = []
-        texts: list[str] = []
+        parts: list[TextBlock | ImageBlock] = []
         for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
+            if not isinstance(block, ToolResult):
+                parts.append(block)
                 continue
-            if texts:
-                messages.append(Message(role=self.role, content="\n".join(texts)))
-                texts = []
-            messages.append(Message(role="tool", content=_joined(block.content), tool_call_id=block.tool_use_id))
-        if texts or not messages:
-            messages.append(Message(role=self.role, content="\n".join(texts)))
+            if parts:
+                messages.append(filled(Message(role=self.role, content=""), parts))
+                parts = []
+            result = Message(role="tool", content="", tool_call_id=block.tool_use_id)
+            messages.append(filled(result, block.content))
+        if parts or not messages:
+            messages.append(filled(Message(role=self.role, content=""), parts))
         return messages
 
 
@@ -171,8 +181,8 @@ class MessagesRequest(api.SamplingRequest, CountRequest):
     output_format: api.Format | None = None
 
 
-def read_messages(body: api.Json) -> api.CompletionRequest:
-    request = api.read(MessagesRequest, body)
+def read_messages(body: api.Json, images: ImagesConfig) -> api.CompletionRequest:
+    request = api.read(MessagesRequest, body, images)
     messages, tools, prefilled = request.prompt()
     return api.CompletionRequest(
         model=request.model,

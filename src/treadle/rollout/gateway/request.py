@@ -15,6 +15,7 @@ from treadle.core.errors import TreadleError
 from treadle.core.types import Form, FunctionCall, Message, Step, StopReason, ToolCall, arguments_text
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
+from treadle.rollout.config import ImagesConfig
 from treadle.rollout.session import CallOptions, OtherReply, Reply
 
 AnyReply = Reply | OtherReply
@@ -94,12 +95,13 @@ class Answer:
 class Dialect:
     """Translates one API. prefix: prefix of its answers' ids.
 
-    read: validates and converts a body, or raises ApiError. write: builds the body of the response, events: the same as
-    server-sent events. error: builds the body of an error, error_event: an error within a started stream.
+    read: validates and converts a body, with such images, or raises ApiError. write: builds the body of the response,
+    events: the same as server-sent events. error: builds the body of an error, error_event: an error within a started
+    stream.
     """
 
     prefix: str
-    read: Callable[[Json], CompletionRequest]
+    read: Callable[[Json, ImagesConfig], CompletionRequest]
     write: Callable[[Answer], Json]
     events: Callable[[Answer], Iterator[str]]
     error: Callable[[ApiError], Json]
@@ -163,10 +165,10 @@ class RequestModel(BaseModel):
         return {key: value for key, value in data.items() if value is not None}
 
 
-def read(model: type[M], body: Json) -> M:
-    """Validate a request. Raises ApiError (400), naming the first wrong field."""
+def read(model: type[M], body: Json, images: ImagesConfig | None = None) -> M:
+    """Validate a request. images: which it may have. Raises ApiError (400), naming the first wrong field."""
     try:
-        return model.model_validate(body)
+        return model.model_validate(body, context=images)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         text = _KINDS.get(first["type"], first["msg"])  # pydantic names Python's types
@@ -194,13 +196,20 @@ def problem(text: str) -> PydanticCustomError:
 
 def shown(value: Any, limit: int = 60) -> str:
     """Format a value for an error message, cut to `limit` characters (before formatting: it may be huge)."""
-    if isinstance(value, str | list | tuple):
-        text = repr(value[:limit])
+    if isinstance(value, str):
+        text = repr(_cut(value, limit))
+    elif isinstance(value, list | tuple):
+        text = repr([_cut(each, limit) if isinstance(each, str) else each for each in value[:limit]])
     elif isinstance(value, dict):
         text = "an object"
     else:
         text = f"{value!r:.{limit}}" if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _cut(text: str, limit: int) -> str:
+    """Cut a text; of a data URL, keep its type alone."""
+    return f"{text[:limit].partition(',')[0]},..." if text[:5].lower() == "data:" else text[:limit]
 
 
 def _unsupported(value: Any) -> Any:

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.core.types import Message, StopReason
+from treadle.rollout.config import ImagesConfig
 from treadle.rollout.gateway import request as api
-from treadle.rollout.gateway.chat_completions import Content, ToolChoice, error, joined, token_logprobs
+from treadle.rollout.gateway.chat_completions import SeeingContent, ToolChoice, error, token_logprobs
+from treadle.rollout.gateway.images import ImagePart, filled
 from treadle.rollout.session import CallOptions
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # order of items within one assistant message
@@ -19,7 +21,7 @@ _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # order of items wi
 class MessageItem(api.RequestModel):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content = ()
+    content: SeeingContent = ()
 
 
 class Thought(api.RequestModel):
@@ -44,7 +46,7 @@ class CallItem(api.RequestModel):
 class OutputItem(api.RequestModel):
     type: Literal["function_call_output"]
     call_id: api.Text
-    output: Content = ()
+    output: SeeingContent = ()
 
 
 Item = MessageItem | ReasoningItem | CallItem | OutputItem
@@ -105,8 +107,8 @@ class ResponsesRequest(api.SamplingRequest):
     prompt: api.Unsupported = None
 
 
-def read_response(body: api.Json) -> api.CompletionRequest:
-    request = api.read(ResponsesRequest, body)
+def read_response(body: api.Json, images: ImagesConfig) -> api.CompletionRequest:
+    request = api.read(ResponsesRequest, body, images)
     return api.CompletionRequest(
         model=request.model,
         instructions=request.instructions,
@@ -139,11 +141,11 @@ def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
     rank: int | None = None  # rank of the last item of the assistant message in progress
     for item in items:
         if isinstance(item, OutputItem):
-            messages.append(Message(role="tool", content=joined(item.output), tool_call_id=item.call_id))
+            messages.append(filled(Message(role="tool", content="", tool_call_id=item.call_id), item.output))
             rank = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            messages.append(Message(role=role, content=joined(item.content)))
+            messages.append(filled(Message(role=role, content=""), item.content))
             rank = None
         else:
             if rank is None or _RANKS[item.type] < rank or rank == _RANKS[item.type] == _RANKS["message"]:
@@ -155,7 +157,11 @@ def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
 
 def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None:
     if isinstance(item, MessageItem):
-        message["content"] = joined(item.content, joint="")
+        message["content"] = ""
+        for part in item.content:
+            if isinstance(part, ImagePart):
+                raise api.ApiError(400, "input: images cannot be in an assistant's message", "input")
+            message["content"] += part.said
     elif isinstance(item, ReasoningItem):
         api.add_thought(message, "".join(part.text for part in item.content or item.summary))
     else:

@@ -130,7 +130,9 @@ async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Com
         origin = replace(_unread(request), body=hashlib.sha256(dialect.prefix.encode() + raw).digest())
         try:
             attached.take_verdicts(request.headers)
-            completion = dialect.read(_json(raw))
+            completion = await gateway.images.read(raw, lambda images: dialect.read(_json(raw), images))
+            await gateway.images.finish(completion.messages, attached.images)
+            attached = _session(gateway, request)  # again: reading images takes time
             await exchanges.settle(origin)
             exchange = exchanges.find(origin)
             if exchange is None:
@@ -148,7 +150,10 @@ async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Com
 async def _count_tokens(gateway: Gateway, request: Request) -> Response:
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
-        messages, tools, prefilled = read(CountRequest, _json(raw)).prompt()
+        messages, tools, prefilled = await gateway.images.read(
+            raw, lambda images: read(CountRequest, _json(raw), images).prompt()
+        )
+        await gateway.images.finish(messages, attached.images)
         try:
             return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
         except (DataError, ContextExceeded) as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Self
 
-from treadle.rollout.config import GatewayConfig
+from treadle.rollout.config import GatewayConfig, ImagesConfig
 from treadle.rollout.gateway.gateway import Gateway
 
 _FILES = 65536
@@ -17,8 +17,10 @@ _FILES = 65536
 class SharedGateway:
     """The one gateway of a run, served from the time the first driver opens it until the run ends."""
 
-    def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
-        self._config, self._gateway = config, Gateway(log=log)
+    def __init__(
+        self, config: GatewayConfig, images: ImagesConfig, log: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._config, self._gateway = config, Gateway(images=images, log=log)
         self._serving, self._opening = AsyncExitStack(), asyncio.Lock()
 
     async def __aenter__(self) -> Self:

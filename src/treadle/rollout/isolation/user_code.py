@@ -12,7 +12,7 @@ import inspect
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -64,16 +64,16 @@ class UserCode:
         *arguments: Any,
         what: str,
         timeout: float,
-        check: Callable[[Any], T] = lambda value: value,
+        check: Callable[[Any], T | Awaitable[T]] = lambda value: value,
         cause: Cause | None = None,
         grace: float = 0.0,
         in_thread: bool | None = None,
     ) -> T:
         """Call the function for at most `timeout` seconds, and return its result passed through `check`.
 
-        Any error of the function or `check` becomes a TrajectoryFailure of this cause (default: `self.cause`); a
-        TrajectoryFailure keeps its own. At the time limit, the call is cancelled and fails with cause timeout; a thread
-        cannot be cancelled, and is abandoned.
+        Any error of the function or `check`, which may be `async`, becomes a TrajectoryFailure of this cause (default:
+        `self.cause`); a TrajectoryFailure keeps its own. At the time limit, the call is cancelled and fails with cause
+        timeout; a thread cannot be cancelled, and is abandoned.
 
         what: description of the call, for messages. grace: seconds for cleaning up after the time limit. in_thread:
         whether to call it on the attempt's thread; default: unless it is `async`.
@@ -124,14 +124,19 @@ class UserCode:
 
 
 async def _result(
-    function: Callable[[], Any], check: Callable[[Any], T], what: str, cause: Cause, thread: CallThread | None
+    function: Callable[[], Any],
+    check: Callable[[Any], T | Awaitable[T]],
+    what: str,
+    cause: Cause,
+    thread: CallThread | None,
 ) -> T | TrajectoryFailure:
     try:
         if thread is None:
             value = function()
         else:
             value = await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, function)
-        return check(await value if inspect.isawaitable(value) else value)
+        checked = check(await value if inspect.isawaitable(value) else value)
+        return await checked if isinstance(checked, Awaitable) else checked
     except BaseException as error:
         # SystemExit raised in a task would end the event loop.
         if isinstance(error, Interrupt):
