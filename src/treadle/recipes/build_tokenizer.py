@@ -38,11 +38,9 @@ SQL_TAGS = tuple(
     tag for name in ("think", "sql", "solution", "observation", "reminder") for tag in (f"<{name}>", f"</{name}>")
 )
 SEARCH_TAGS = (*TAGS, "<information>", "</information>")
-LOOK_TAGS = (
-    *("<look>", "</look>", "<answer>", "</answer>"),
-    # Text that Idefics 3's processor writes for an image.
-    *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
-)
+LOOK_TAGS = ("<look>", "</look>", "<answer>", "</answer>")
+IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+"""Special tokens that Idefics 3's processor writes for an image."""
 TOOL_TAGS = (
     # Text that `templates/qwen3_keep_thoughts.jinja` writes around tools, calls and answers.
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
@@ -126,7 +124,6 @@ WORDS = (files("treadle.recipes") / "words.txt").read_text(encoding="utf-8")
 """Words that become one token each: common ones, and names for small tools."""
 
 IMAGE_FILES: Mapping[str, Mapping[str, Any]] = {
-    "config.json": {"model_type": "idefics3"},
     "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
     "preprocessor_config.json": {
         "image_processor_type": "Idefics3ImageProcessor",
@@ -143,14 +140,15 @@ _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of tim
 class Plan(NamedTuple):
     """Training text of a tokenizer, its tags, and its chat template.
 
-    apart: whether spaces and digits are separate tokens, so that a word is the same token in any position. files: JSON
-    files to write beside the tokenizer.
+    apart: whether spaces and digits are separate tokens, so that a word is the same token in any position. special:
+    further special tokens. files: JSON files to write beside the tokenizer.
     """
 
     texts: Callable[[], Iterator[str]]
     tags: Sequence[str]
     template: str
     apart: bool = False
+    special: Sequence[str] = ()
     files: Mapping[str, Mapping[str, Any]] = {}
 
 
@@ -162,7 +160,7 @@ def build(plan: Plan) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, byte_level]) if plan.apart else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(plan.tags),
+        vocab_size=VOCABULARY - len(plan.tags) - len(plan.special),
         special_tokens=list(SPECIAL),
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -170,6 +168,7 @@ def build(plan: Plan) -> Tokenizer:
     tags = re.compile("|".join(map(re.escape, plan.tags)))  # separate tokens
     tokenizer.train_from_iterator((tags.sub("", text) for text in plan.texts()), trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in plan.tags])
+    tokenizer.add_special_tokens(list(plan.special))
     return tokenizer
 
 
@@ -230,7 +229,7 @@ PLANS: Mapping[str, Plan] = {
     "sql-small": Plan(_sql_texts, SQL_TAGS, PLAIN_TEMPLATE),
     "search-small": Plan(_search_texts, SEARCH_TAGS, PLAIN_TEMPLATE),
     "tools-small": Plan(_tools_texts, TOOL_TAGS, KEEP_THOUGHTS, apart=True),
-    "look-small": Plan(_look_texts, LOOK_TAGS, IMAGE_TEMPLATE, files=IMAGE_FILES),
+    "look-small": Plan(_look_texts, LOOK_TAGS, IMAGE_TEMPLATE, special=IMAGE_TOKENS, files=IMAGE_FILES),
 }
 """Plans by name in `model.tokenizer`."""
 
