@@ -38,12 +38,16 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.images import PLACE, read_image
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
-from treadle.envs.base import Environment, EnvStep
+from treadle.envs.base import INTRODUCTION, Environment, EnvStep
 from treadle.envs.tasks import check_share, contents, exchange, is_drill, opening, split_key
 
 SYSTEM = "Look, then answer."
 ROOMS = (2, 3)
 SIDE = 16
+PROMPT = "What is seen?"
+"""Request for a summary in demonstrations: `rollout.compaction.prompt` must be the same."""
+SUMMARIZED = 2
+"""Looks before the first summary in demonstrations; later ones come after each look (`rollout.compaction.at`)."""
 COLORS: Mapping[str, tuple[int, int, int]] = {
     "red": (255, 0, 0),
     "green": (0, 255, 0),
@@ -59,10 +63,13 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "plus": (*("...##...",) * 3, "########", "########", *("...##...",) * 3),
     "cross": ("##....##", "###..###", ".######.", "..####..", "..####..", ".######.", "###..###", "##....##"),
 }
-_PLACES = [(down, right) for down in range(2, 7) for right in range(2, 7)]
+PLACES = tuple((down, right) for down in range(2, 7) for right in range(2, 7))
+"""Where a shape may be: pixels above it, and left of it."""
+HELD_OUT = ((3, 3), (3, 5), (5, 3), (5, 5))
+"""Places of held-out tasks alone, among those of training."""
 _LOOK = re.compile(r"<look> (\w+)</look>")
 _ANSWER = re.compile(r"<answer>([^<]*)</answer>")
-_FOLLOWS = 0.5  # share of looks in demonstrations that go where the last picture points
+_FOLLOWS = 0.3  # share of looks in demonstrations that go where the last picture points
 
 Shown = tuple[str, str]
 """Color and shape in a picture."""
@@ -78,7 +85,7 @@ def pictures_of(seed: str) -> dict[str, Shown]:
 def draw(seed: str, shown: Shown) -> Pixels:
     """Draw a picture, uint8[16, 16, 3]: the shape on a dark ground, place, brightness and noise by `seed`."""
     draws = np.random.default_rng(list(f"look/{seed}".encode()))
-    places = [place for place in _PLACES if (sum(place) % 4 == 0) == seed.startswith("held_out/")]
+    places = HELD_OUT if seed.startswith("held_out/") else [place for place in PLACES if place not in HELD_OUT]
     down, right = places[draws.integers(len(places))]
     mask = np.zeros((SIDE, SIDE, 1))
     mask[down : down + 8, right : right + 8, 0] = [[cell == "#" for cell in line] for line in SHAPES[shown[1]]]
@@ -165,41 +172,58 @@ def demonstration(
     expert: float = 0.0,
     drill: float = 0.5,
     rooms: Sequence[int] = ROOMS,
+    summaries: bool = False,
     blind: bool = False,
 ) -> tuple[Message, ...]:
     """Return conversation number `index` of a supervised warm start; its assistant messages are the training targets.
 
     A share `drill` are drills, a stand-in for pretraining: pictures, and questions for the color or the shape in them.
-    The others are episodes: a share `expert` of them right, the rest walks blind to the question but for its first
-    room, of a drawn number of looks. Half of their further looks go where the last picture points, the others anywhere;
-    their answers name the shapes seen, in any order. blind: all pixels are 0, in the environment as well.
+    The others are episodes of as many looks as asked for, a share `expert` of them right. Of the rest, 3 in 10 further
+    looks go where the last picture points, the others anywhere; their answers name the shapes seen, in any order.
+
+    summaries: show one segment of an episode with `rollout.compaction`; its summaries describe all pictures seen, in
+    any order. blind: all pixels are 0, in the environment as well.
 
     Raises ConfigError for a share outside [0, 1], or impossible `rooms`.
     """
     check_share("expert", expert)
     rooms = _check_rooms(rooms)
     key, draws = f"demonstration/{seed}/{index}", random.Random(f"look/demonstration/{seed}/{index}")
-    pictures = pictures_of(key)
     if is_drill(index, drill):
         return _drill(key, draws, blind)
-    start, number = draws.choice(list(COLORS)), draws.choice(rooms)
+    pictures, start, number = pictures_of(key), draws.choice(list(COLORS)), draws.choice(rooms)
     is_expert = draws.random() < expert
     seen = [start]
-    for _ in range((number if is_expert else draws.choice(rooms)) - 1):
+    for _ in range(number - 1):
         follows = is_expert or draws.random() < _FOLLOWS
         seen.append(pictures[seen[-1]][0] if follows else draws.choice(list(COLORS)))
+
+    def listed(shown: Sequence[Shown]) -> list[Shown]:
+        return list(shown) if is_expert else draws.sample(shown, len(shown))
+
+    shown = [pictures[room] for room in seen]
+    answer = Message(role="assistant", content=f"<answer> {' '.join(shape for _, shape in listed(shown))}</answer>")
+    first, last = 0, len(seen)  # looks of the segment
     messages = [*_opening(start, number)]
-    for room in seen:
+    if summaries:
+        first = draws.choice((0, *range(SUMMARIZED, len(seen) + 1)))
+        last = min(max(first + 1, SUMMARIZED), last)
+        messages += [Message(role="user", content=INTRODUCTION + described(listed(shown[:first])))] if first else []
+    for room in seen[first:last]:
         messages.append(Message(role="assistant", content=f"<look> {room}</look>"))
         messages.append(_shown(f"{key}/{room}", pictures[room], blind))
-    shapes = [pictures[room][1] for room in seen]
-    if not is_expert:
-        draws.shuffle(shapes)
-    return (*messages, Message(role="assistant", content=f"<answer> {' '.join(shapes)}</answer>"))
+    if summaries and first < len(seen):
+        return (*messages, *exchange(PROMPT, described(listed(shown[:last]))))
+    return (*messages, answer)
+
+
+def described(shown: Sequence[Shown]) -> str:
+    """Return a summary of pictures: ` blue ring, pink cross`."""
+    return ",".join(f" {color} {shape}" for color, shape in shown)
 
 
 def _drill(key: str, draws: random.Random, blind: bool) -> tuple[Message, ...]:
-    """Return three pictures, each with two questions: `[a blue ring]What color?` -> ` blue`, `What shape?` -> ` ring`."""
+    """Return three pictures, two questions about each: `[a blue ring]What color?` -> ` blue`, `What shape?` ..."""
     messages: list[Message] = []
     for room, (color, shape) in draws.sample(list(pictures_of(key).items()), 3):
         image = _shown(f"{key}/{room}", (color, shape), blind)
@@ -212,7 +236,8 @@ def _drill(key: str, draws: random.Random, blind: bool) -> tuple[Message, ...]:
 
 def corpus(count: int) -> Iterator[str]:
     """Yield the contents of `count` demonstrations for training a tokenizer. Fixed: word ids depend on it."""
-    yield from (text.replace(PLACE, "") for text in contents(demonstration(index, seed=0) for index in range(count)))
+    made = (demonstration(index, 0, summaries=bool(index % 4 // 2)) for index in range(count))
+    yield from (text.replace(PLACE, "") for text in contents(made))
 
 
 def _shown(seed: str, shown: Shown, blind: bool) -> Message:
