@@ -91,7 +91,8 @@ def draw(seed: str, shown: Shown) -> Pixels:
     mask[down : down + 8, right : right + 8, 0] = [[cell == "#" for cell in line] for line in SHAPES[shown[1]]]
     ground = np.full(3, draws.uniform(0, 64))
     pixels = mask * np.array(COLORS[shown[0]]) * draws.uniform(0.7, 1.0) + (1 - mask) * ground
-    return np.clip(pixels + draws.normal(0, 16, pixels.shape), 0, 255).astype(np.uint8)
+    noisy: Pixels = np.clip(pixels + draws.normal(0, 16, pixels.shape), 0, 255).astype(np.uint8)
+    return noisy
 
 
 @functools.lru_cache(maxsize=4096)
@@ -229,8 +230,8 @@ def _drill(key: str, draws: random.Random, blind: bool) -> tuple[Message, ...]:
         image = _shown(f"{key}/{room}", (color, shape), blind)
         asked = draws.sample([("color", color), ("shape", shape)], 2)
         first, *rest = (exchange(f"What {kind}?", f" {value}") for kind, value in asked)
-        opened = {**first[0], "content": PLACE + first[0]["content"], "images": image["images"]}
-        messages += [opened, first[1], *itertools.chain(*rest)]
+        messages.append(Message(role="user", content=PLACE + first[0]["content"], images=image["images"]))
+        messages += [first[1], *itertools.chain(*rest)]
     return tuple(messages)
 
 
