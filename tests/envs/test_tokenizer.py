@@ -40,11 +40,13 @@ def chatml(messages: tuple[Message, ...]) -> str:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"], ["search-small"], ["tools-small"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"], ["search-small"], ["tools-small"], ["look-small"]])
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str, words: list[str]) -> None:
     if words == ["search-small"]:
         pytest.importorskip("bm25s")  # the demonstrations show what a search finds
+    if words == ["look-small"]:
+        pytest.importorskip("PIL")  # ... and pictures
     shipped = FOLDERS[words[0] if words else "demo"]
     subprocess.run(
         [sys.executable, "-m", "treadle.recipes.build_tokenizer", str(tmp_path / "new" / "folder"), *words],
@@ -52,7 +54,7 @@ def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, see
         check=True,
     )
     names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
-    assert names == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert names == sorted(path.name for path in shipped.iterdir())
     for name in names:
         assert (tmp_path / "new" / "folder" / name).read_bytes() == (shipped / name).read_bytes(), name
 
@@ -64,6 +66,7 @@ def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, see
         ("sql-small", 588, build_tokenizer.SQL_TAGS),
         ("search-small", 735, build_tokenizer.SEARCH_TAGS),
         ("tools-small", 988, build_tokenizer.TOOL_TAGS),
+        ("look-small", 382, (*build_tokenizer.LOOK_TAGS, *build_tokenizer.IMAGE_TOKENS)),
     ],
 )
 def test_ids_are_frozen(name: str, size: int, tags: Sequence[str]) -> None:

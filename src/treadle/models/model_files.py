@@ -18,6 +18,7 @@ SHIPPED_TOKENIZERS = {
     "sql-small": "sql_tokenizer",
     "search-small": "search_tokenizer",
     "tools-small": "tools_tokenizer",
+    "look-small": "look_tokenizer",
 }
 """Special names for `model.tokenizer` -> directories of `treadle.recipes`."""
 

@@ -4,8 +4,9 @@
     Prepared --Tower.features--> Features: rows [n, d] in the placeholders' places, and further ones for early layers
     ids with `ImageIds` --Tower.inputs--> the decoder's arguments: embeddings with features, the positions of the caller
 
-Every image goes through processor and tower alone, so that what stands for it depends on nothing beside it. The
-processor needs Pillow, and no torchvision: the two scale pictures differently.
+Every image goes through processor and tower alone, so that what stands for it depends on nothing beside it; while the
+tower is trained, images of equal shapes go through it together. The processor needs Pillow, and no torchvision: the two
+scale pictures differently.
 
 Shapes: n placeholders of an image, d hidden size, T tokens.
 """
@@ -15,10 +16,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-_CACHED = 64  # processed images, and features of a frozen tower
+_KEPT = 2**29  # bytes of processed images in a process, and of features of a frozen tower
 _OF_THE_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _OF_THE_TEXT |= {"rows", "cols", "num_crops", "num_soft_tokens_per_image"}  # numbers of an image's parts
+
+T = TypeVar("T")
 
 SEEING = (
     *("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
@@ -51,6 +56,42 @@ def check_family(model_type: str) -> None:
         )
 
 
+class _Recent(Generic[T]):
+    """The results of the last calls, up to a number of bytes, but at least one; for several threads."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._size = limit, 0
+        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], T], size_of: Callable[[T], int]) -> T:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+        made = make()
+        size = size_of(made)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made, size
+                self._size += size
+            while self._size > self._limit and len(self._kept) > 1:
+                self._size -= self._kept.popitem(last=False)[1][1]
+        return made
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._size = 0
+
+
+def _size(prepared: Prepared) -> int:
+    return sum(array.nbytes for array in prepared.arrays.values())
+
+
+_PREPARED = _Recent[Prepared](_KEPT)  # one for all processors: those of a run's renderer and learner are two
+
+
 class ImageProcessor:
     """The image processor of a model's directory, as transformers has it for the family; loaded when it is first used.
 
@@ -61,7 +102,6 @@ class ImageProcessor:
 
     def __init__(self, directory: Path, where: str = "model.path") -> None:
         self._directory, self._where = directory, where
-        self.prepared = functools.lru_cache(maxsize=_CACHED)(self._prepared)
 
     @classmethod
     def find(cls, *directories: Path) -> ImageProcessor | None:
@@ -104,8 +144,12 @@ class ImageProcessor:
     def __reduce__(self) -> tuple[type[ImageProcessor], tuple[Path, str]]:
         return ImageProcessor, (self._directory, self._where)
 
-    def _prepared(self, url: str) -> Prepared:
+    def prepared(self, url: str) -> Prepared:
         """Process an image, given as a data URL. The last results are kept. Raises DataError."""
+        key = self._directory, self.settings, url
+        return _PREPARED.get(key, lambda: self._prepared(url), lambda made: _size(made) + len(url))
+
+    def _prepared(self, url: str) -> Prepared:
         from PIL import Image
 
         picture = picture_of(url)
@@ -193,6 +237,10 @@ class Features:
     rows: Tensor
     deep: tuple[Tensor, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.rows, *self.deep))
+
 
 class Tower:
     """The part of a multimodal model that turns images into rows of its language model's input.
@@ -211,7 +259,7 @@ class Tower:
         trained: bool = False,
     ) -> None:
         self._load, self.processor, self.trained = model, processor, trained
-        self._kept = functools.lru_cache(maxsize=_CACHED)(self._computed)
+        self._kept = _Recent[Features](_KEPT)
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -238,21 +286,41 @@ class Tower:
 
     def changed(self) -> None:
         """Call after the model's weights changed."""
-        self._kept.cache_clear()
+        self._kept.clear()
 
     def features(self, image: PromptImage) -> Features:
         """Return an image's features, on the model's device and in its precision. Raises DataError."""
-        return self._computed(image) if self.trained else self._kept(image)
+        if self.trained:
+            return self._computed([image])[0]
+        return self._kept.get(image.processed, lambda: self._computed([image])[0], lambda made: made.nbytes)
 
-    def _computed(self, image: PromptImage) -> Features:
+    def _features(self, images: Sequence[PromptImage]) -> list[Features]:
+        """Return the features of each image; of a trained tower, those of equal shapes computed together."""
+        if not self.trained:
+            return [self.features(image) for image in images]
+        alike: dict[Hashable, list[int]] = {}
+        for number, image in enumerate(images):
+            arrays = self.processor.checked(image).arrays
+            # Idefics 3 takes a part that is all 0 for padding, unless it is alone.
+            apart = None if all(array.any() for array in arrays.values()) else number
+            alike.setdefault((apart, *(array.shape for array in arrays.values())), []).append(number)
+        made: dict[int, Features] = {}
+        for numbers in alike.values():
+            made |= zip(numbers, self._computed([images[number] for number in numbers]), strict=True)
+        return [made[number] for number in range(len(images))]
+
+    def _computed(self, images: Sequence[PromptImage]) -> list[Features]:
+        """Return the features of images whose arrays have equal shapes."""
         import torch
 
-        trained, prepared = self.trained, self.processor.checked(image)
+        trained, arrays = self.trained, [self.processor.checked(image).arrays for image in images]
         grads = trained and torch.is_grad_enabled()
+        join = 1 if "pixel_attention_mask" in arrays[0] else 0  # Idefics 3: [1, parts, ...]
+        joint = {name: np.concatenate([each[name] for each in arrays], join) for name in arrays[0]}
         # What is kept must not depend on who asks first: an engine, without gradients, or the learner.
         with torch.inference_mode(False), torch.set_grad_enabled(grads):
             model = self._model
-            tensors = {name: torch.from_numpy(array).to(model.device) for name, array in prepared.arrays.items()}
+            tensors = {name: torch.from_numpy(array).to(model.device) for name, array in joint.items()}
         half = trained and torch.is_autocast_enabled(model.device.type)
         with (
             torch.inference_mode(False),
@@ -262,12 +330,14 @@ class Tower:
             answer = model.get_image_features(**tensors, return_dict=True)
             rows = _joined(answer.pooler_output)
             deep = tuple(map(_joined, getattr(answer, "deepstack_features", None) or ()))
-        if len(rows) != image.tokens:
+        if len(rows) != sum(image.tokens for image in images):
             raise DataError(
-                f"the tower makes {len(rows)} rows of the image {image.sha256[:12]}, and its prompt has {image.tokens} "
-                "placeholders: processor and model do not belong together"
+                f"the tower makes {len(rows)} rows of the images {[image.sha256[:12] for image in images]}, and their "
+                f"prompts have {[image.tokens for image in images]} placeholders: processor and model do not belong "
+                "together"
             )
-        return Features(rows, deep)
+        parts = [part.split([image.tokens for image in images]) for part in (rows, *deep)]
+        return [Features(own, tuple(more)) for own, *more in zip(*parts, strict=True)]
 
     def inputs(self, policy: PreTrainedModel, ids: NDArray[np.int32], table: ImageIds) -> dict[str, Any]:
         """Return the decoder's arguments for ids int32[B, T] of `table`: embeddings, and features of early layers.
@@ -287,7 +357,7 @@ class Tower:
             return {"inputs_embeds": embedding(plain), **more}
         flat = ids[own]
         images = table.among(flat)
-        made = [self.features(image) for image, _ in images]
+        made = self._features([image for image, _ in images])
         ends = np.cumsum([0, *(image.tokens for image, _ in images)])
         firsts = np.array([first for _, first in images])
         number = np.searchsorted(firsts, flat, "right") - 1

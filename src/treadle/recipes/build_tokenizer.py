@@ -1,11 +1,11 @@
 """Build a recipe's tokenizer: byte-level BPE, ChatML, one token for each name of its world.
 
     python -m treadle.recipes.build_tokenizer DIR             the demo's
-    python -m treadle.recipes.build_tokenizer DIR sql-small   (or search-small, tools-small)
+    python -m treadle.recipes.build_tokenizer DIR sql-small   (or search-small, tools-small, look-small)
 
-writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/*tokenizer`
-are frozen, because checkpoints depend on their ids; this script shows how they were made, and a test rebuilds them.
-
+writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads, and for a model that sees those of
+its image processor. The copies in `recipes/*tokenizer` are frozen, because checkpoints depend on their ids; this script
+shows how they were made, and a test rebuilds them.
 
 A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word of the
 training text into one token: training ends by itself, somewhat below it.
@@ -19,11 +19,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from treadle.envs import arithmetic, lookup
+from treadle.envs import arithmetic, look, lookup
 from treadle.envs.search import small as search_small
 from treadle.envs.sql import small as sql_small
 from treadle.envs.sql.environment import INVALID, render_table
@@ -38,6 +38,9 @@ SQL_TAGS = tuple(
     tag for name in ("think", "sql", "solution", "observation", "reminder") for tag in (f"<{name}>", f"</{name}>")
 )
 SEARCH_TAGS = (*TAGS, "<information>", "</information>")
+LOOK_TAGS = ("<look>", "</look>", "<answer>", "</answer>")
+IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+"""Special tokens that Idefics 3's processor writes for an image."""
 TOOL_TAGS = (
     # Text that `templates/qwen3_keep_thoughts.jinja` writes around tools, calls and answers.
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
@@ -96,11 +99,40 @@ PLAIN_TEMPLATE = """\
 """
 """ChatML."""
 
+IMAGE_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{{ '<image>' if part['type'] == 'image' else part['text'] }}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+"""ChatML with images."""
+
 KEEP_THOUGHTS = (files("treadle.recipes") / "templates" / "qwen3_keep_thoughts.jinja").read_text(encoding="utf-8")
 """ChatML with tools, as in Qwen 3."""
 
 WORDS = (files("treadle.recipes") / "words.txt").read_text(encoding="utf-8")
 """Words that become one token each: common ones, and names for small tools."""
+
+IMAGE_FILES: Mapping[str, Mapping[str, Any]] = {
+    "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+    "preprocessor_config.json": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": look.SIDE},
+        "max_image_size": {"longest_edge": look.SIDE},
+    },
+}
+"""Idefics 3's processor for pictures of `look`: 4 placeholders each, one for 8x8 pixels."""
 
 _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of times
 
@@ -108,13 +140,16 @@ _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of tim
 class Plan(NamedTuple):
     """Training text of a tokenizer, its tags, and its chat template.
 
-    apart: whether spaces and digits are separate tokens, so that a word is the same token in any position.
+    apart: whether spaces and digits are separate tokens, so that a word is the same token in any position. special:
+    further special tokens. files: JSON files to write beside the tokenizer.
     """
 
     texts: Callable[[], Iterator[str]]
     tags: Sequence[str]
     template: str
     apart: bool = False
+    special: Sequence[str] = ()
+    files: Mapping[str, Mapping[str, Any]] = {}
 
 
 def build(plan: Plan) -> Tokenizer:
@@ -125,7 +160,7 @@ def build(plan: Plan) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, byte_level]) if plan.apart else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(plan.tags),
+        vocab_size=VOCABULARY - len(plan.tags) - len(plan.special),
         special_tokens=list(SPECIAL),
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -133,11 +168,12 @@ def build(plan: Plan) -> Tokenizer:
     tags = re.compile("|".join(map(re.escape, plan.tags)))  # separate tokens
     tokenizer.train_from_iterator((tags.sub("", text) for text in plan.texts()), trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in plan.tags])
+    tokenizer.add_special_tokens(list(plan.special))
     return tokenizer
 
 
 def write(folder: Path, plan: Plan) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`, made if missing."""
+    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and the plan's files into `folder`."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
@@ -150,6 +186,7 @@ def write(folder: Path, plan: Plan) -> None:
         "tokenizer.json": build(plan).to_str(pretty=True) + "\n",
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         "chat_template.jinja": plan.template,
+        **{name: json.dumps(fields, indent=2) + "\n" for name, fields in plan.files.items()},
     }
     for name, text in files.items():
         (folder / name).write_bytes(text.encode())
@@ -176,6 +213,11 @@ def _search_texts() -> Iterator[str]:
     yield from search_small.corpus(_CORPUS)
 
 
+def _look_texts() -> Iterator[str]:
+    yield "system\nuser\nassistant\ntool\n"
+    yield from look.corpus(_CORPUS)
+
+
 def _tools_texts() -> Iterator[str]:
     yield "system\nuser\nassistant\n"
     for _ in range(20):
@@ -187,6 +229,7 @@ PLANS: Mapping[str, Plan] = {
     "sql-small": Plan(_sql_texts, SQL_TAGS, PLAIN_TEMPLATE),
     "search-small": Plan(_search_texts, SEARCH_TAGS, PLAIN_TEMPLATE),
     "tools-small": Plan(_tools_texts, TOOL_TAGS, KEEP_THOUGHTS, apart=True),
+    "look-small": Plan(_look_texts, LOOK_TAGS, IMAGE_TEMPLATE, special=IMAGE_TOKENS, files=IMAGE_FILES),
 }
 """Plans by name in `model.tokenizer`."""
 
