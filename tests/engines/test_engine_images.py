@@ -22,7 +22,7 @@ from treadle.core.images import OWN, PLACE, ImageIds, Picture, PromptImage
 from treadle.core.types import Ids
 from treadle.models.pretrained import load_pretrained
 from treadle.models.towers import frozen_tower
-from treadle.models.vision import ImageProcessor, Tower
+from treadle.models.vision import Features, ImageProcessor, Tower
 from treadle.models.weights import unique_weights
 
 # All is computed in float64; what remains is the float32 of logits (of about 30) and of log-probabilities.
@@ -149,6 +149,7 @@ async def test_equal_placeholders_show_each_call_its_own_picture(model: Model, l
     plain, _ = model.prompt("nothing to see here")
     options = {**OPTIONS, "lock_step": lock_step}
     async with serving(model.language, sessions="abcde", vision=model.vision, **options) as engine:
+        await engine._look(one[0])  # as with the first image, which others would not wait for
         calls = {"a": (ids, one), "b": (ids, one), "c": (ids, two), "d": (plain, ()), "e": (longer, three)}
         for turn in range(2):
             before = engine.counters.prefilled, engine.counters.reused
@@ -272,6 +273,25 @@ async def test_images_are_refused_by_models_that_do_not_see_and_where_they_have_
                 await engine.generate(wrong[: images[0].start + 1], sampling(), session="a", images=images)
             with pytest.raises(EngineError, match="has"):
                 await engine.score(wrong[: images[0].start + 1], images=images)
+
+
+class Blind(Tower):
+    """Shows nothing, whatever the pixels."""
+
+    def features(self, image: PromptImage) -> Features:
+        rows = torch.zeros_like(super().features(image).rows)
+        return Features(rows, tuple(map(torch.zeros_like, super().features(image).deep)))
+
+
+async def test_a_model_that_pixels_do_not_move_is_refused_with_the_first_image(model: Model) -> None:
+    ids, images = model.prompt(f"see {PLACE} it", picture(1))
+    plain, _ = model.prompt("nothing to see")
+    blind = Blind(model.whole, model.processor)
+    async with serving(model.language, sessions="a", vision=lambda _: blind, **OPTIONS) as engine:
+        for _ in range(2):
+            with pytest.raises(EngineError, match="answers an image with other pixels by the same log-probabilities"):
+                await engine.generate(ids, sampling(), session="a", images=images)
+        assert len((await engine.generate(plain, sampling(), session="a")).token_ids)
 
 
 @pytest.mark.quick(1)

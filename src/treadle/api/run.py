@@ -30,7 +30,7 @@ from treadle.models.chat import load_chat
 from treadle.models.towers import engine_tower
 from treadle.plan.config import RunConfig, config_of
 from treadle.plan.device import check_device, describe_device, unused_gpus
-from treadle.plan.inputs import Inputs, check_same_data, record_data
+from treadle.plan.inputs import Inputs, check_same_data, record_data, shows_images
 from treadle.plan.other_models import judging_models
 from treadle.plan.plan import Plan, make
 from treadle.plan.start import START
@@ -94,8 +94,9 @@ class Run:
                 run = (plan.loop, self.trainer, weight_sync, runner, shaper, store, callbacks, start, grammars, shown)
                 loop = Loop(*run)
                 self.status.sources += [loop.scheduler.status, runner.status]
+                sees = config.training.trains_tower or shows_images(plan.inputs.train)
                 await self.runtime.check_engine(
-                    engine, weight_sync, self.trainer, self.renderer, 10 * config.engine.tolerance
+                    engine, weight_sync, self.trainer, self.renderer, 10 * config.engine.tolerance, sees
                 )
                 await runner.check(plan.loop.train)
                 with stop_on_signals(callbacks.stop):

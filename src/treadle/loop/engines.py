@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError, EngineError
+from treadle.core.images import PLACE, read_image
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer, WeightSource, WeightSync
-from treadle.core.types import Routing
+from treadle.core.types import Floats, Routing, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.remote import start_engine
@@ -40,13 +41,19 @@ _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgment call,
 
 
 async def check_engine(
-    engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
+    engine: Engine,
+    weight_sync: WeightSync,
+    trainer: Trainer,
+    renderer: ChatRenderer,
+    tolerance: float = 1e-3,
+    sees: bool = False,
 ) -> ProbeResult:
     """Publish to the engine, probe it and have the trainer score its samples; return the probe's result.
 
     Raises EngineError if their log-probabilities differ by at least `tolerance` nats, or the model's `decoding_gap` if
     that is larger, so that they are different policies; if the engine lacks a feature that training needs
-    (`probe_engine`); or, with routing replay, if its reported experts are not the learner's.
+    (`probe_engine`); or, with routing replay, if its reported experts are not the learner's. sees: whether images are
+    known to come; then also if they differ after an image, or do not depend on its pixels.
     """
     await weight_sync.publish(0)
     allowed, why = trainer.model.decoding_gap or (0.0, "")
@@ -55,16 +62,47 @@ async def check_engine(
     facts = await probe_engine(engine, prompt, stop_token_ids=renderer.stop_ids, version=0, tolerance=tolerance)
     ids = np.concatenate([prompt, facts.sampled.token_ids])
     learned = (await trainer.score(ids))[len(prompt) - 1 :]
-    gap = float(np.abs(facts.sampled.logprobs - learned).max())
-    if not gap < tolerance:
-        raise EngineError(
-            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e} "
-            f"({tolerance:g} is allowed{why and ', as ' + why}); it must serve the published weights in the learner's "
-            "precision"
-        )
+    _check_gap(facts.engine, facts.sampled.logprobs - learned, tolerance, why)
+    if sees:
+        await _check_images(engine, facts.engine, trainer, renderer, tolerance, why)
     if trainer.model.expert_layers is not None:
         _check_experts(facts, (await trainer.experts(ids))[len(prompt) - 1 : -1])
     return facts
+
+
+def _check_gap(engine: str, gaps: Floats, tolerance: float, why: str, where: str = "") -> None:
+    gap = float(np.abs(gaps).max())
+    if not gap < tolerance:
+        raise EngineError(
+            f"{engine} reports log-probabilities{where} that differ from those of the learner by up to {gap:.2e} "
+            f"({tolerance:g} is allowed{why and ', as ' + why}); it must serve the published weights in the learner's "
+            "precision"
+        )
+
+
+async def _check_images(
+    engine: Engine, name: str, trainer: Trainer, renderer: ChatRenderer, tolerance: float, why: str
+) -> None:
+    """Raise EngineError unless engine and learner agree after each of two images, and disagree about which it is."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    urls = [read_image(Image.fromarray(each)).url for each in (pixels, 255 - pixels)]
+    prompts = [Conversation(renderer).render([{"role": "user", "content": PLACE, "images": [url]}]) for url in urls]
+    session = "treadle-probe-images"
+    engine.open_session(session)
+    try:
+        for seed, prompt in enumerate(prompts):  # whose ids are equal: what the engine keeps of the first is not reused
+            sampling = SamplingParams(max_tokens=8, seed=seed)
+            answer = await engine.generate(prompt.ids, sampling, session=session, images=prompt.images)
+            whole = np.concatenate([prompt.ids, answer.token_ids])
+            learned, other = [await trainer.score(whole, each.images) for each in (prompt, prompts[1 - seed])]
+            start = len(prompt.ids) - 1
+            _check_gap(name, answer.logprobs - learned[start:], tolerance, why, " after an image")
+            if np.array_equal(learned[start:], other[start:]):
+                raise EngineError("the learner's log-probabilities do not depend on pixels; take another model")
+    finally:
+        engine.close_session(session)
 
 
 def _check_experts(facts: ProbeResult, chosen: Routing) -> None:

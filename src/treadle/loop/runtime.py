@@ -24,7 +24,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.start import MakeTrainer, make_trainer
 
-CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float], Awaitable[object]]
+CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float, bool], Awaitable[object]]
 """Raises EngineError if the engine is unsuitable for training: `loop.engines.check_engine`, or your own."""
 
 

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.images import OWN, BothWays, ImageIds, Prepared, PromptImage, picture_of
+from treadle.core.images import OWN, BothWays, ImageIds, Prepared, PromptImage, picture_of, read_image
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -226,6 +226,22 @@ def _family_of(directory: Path) -> Any:
     if family is None:
         raise ValueError(f"its processor_config.json names the processor_class {name!r}")
     return family
+
+
+def changed_pixels(image: PromptImage, processor: ImageProcessor) -> PromptImage:
+    """Return an image of the same size in the same place, with every pixel moved half the range. Raises DataError."""
+    from PIL import Image
+
+    other = read_image(Image.fromarray(picture_of(image.url).pixels + np.uint8(128)))
+    prepared = processor.prepared(other.url)
+    return replace(image, sha256=prepared.sha256, processed=prepared.processed, url=other.url)
+
+
+def probe_prompt(image: PromptImage, vocabulary: int) -> tuple[NDArray[np.int32], PromptImage]:
+    """Return ids int32[T] with an image between ordinary ones, three before it and three after it."""
+    text = ((np.arange(1, 7) + vocabulary // 2) % vocabulary).astype(np.int32)
+    ids = np.concatenate([text[:3], np.full(image.tokens, image.placeholder, np.int32), text[3:]])
+    return ids, replace(image, start=3, length=image.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

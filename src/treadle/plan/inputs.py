@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +33,7 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 _NOBODY = Players()
+_LOOKED_AT = 64  # tasks
 
 IN_MEMORY = "in memory"
 """`data.train.source` of a run with tasks made in Python, which no recipe can name."""
@@ -45,6 +47,11 @@ class Inputs:
     held_out: Sequence[Task]
     players: Players = field(default_factory=Players)
     callbacks: dict[str, Callback] = field(default_factory=dict)
+
+
+def shows_images(tasks: Sequence[Task]) -> bool:
+    """Return whether the first tasks have images. Those of environments come later."""
+    return any(message.get("images") for task in islice(tasks, _LOOKED_AT) for message in task.prompt)
 
 
 def is_in_memory(section: SourceConfig | tuple[SourceConfig, ...] | None) -> bool:

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treadle.core.errors import ConfigError
-from treadle.core.images import PromptImage, picture_of, read_image
-from treadle.core.types import Ids
+from treadle.core.images import PromptImage
+from treadle.models.vision import changed_pixels, probe_prompt
 
 if TYPE_CHECKING:
-    from treadle.models.vision import ImageProcessor
     from treadle.training.forward import Forward
-
-
-def changed_pixels(image: PromptImage, processor: ImageProcessor) -> PromptImage:
-    """Return an image of the same size in the same place, with every pixel moved half the range. Raises DataError."""
-    from PIL import Image
-
-    other = read_image(Image.fromarray(picture_of(image.url).pixels + np.uint8(128)))
-    prepared = processor.prepared(other.url)
-    return replace(image, sha256=prepared.sha256, processed=prepared.processed, url=other.url)
-
-
-def probe_prompt(image: PromptImage, vocabulary: int) -> tuple[Ids, PromptImage]:
-    """Return ids int32[T] with an image between ordinary ones, three before it and three after it."""
-    text = ((np.arange(1, 7) + vocabulary // 2) % vocabulary).astype(np.int32)
-    ids = np.concatenate([text[:3], np.full(image.tokens, image.placeholder, np.int32), text[3:]])
-    return ids, replace(image, start=3, length=image.tokens)
 
 
 def check_pixels(forward: Forward, image: PromptImage) -> None:

@@ -131,6 +131,7 @@ class TorchEngine:
         self._turn = asyncio.Lock()  # held to use the batch, between two tokens (in lock-step: between two waves)
         self._asked = 0  # publications and scoring passes that have the turn or wait for it
         self._pause = False  # set when calls arrive or sessions close: return to the event loop before the next token
+        self._looked, self._looking = False, asyncio.Lock()  # at the first image
         self._computing = Compute("treadle-engine" if own_thread else None)
 
     @property
@@ -179,6 +180,8 @@ class TorchEngine:
         if sampling.stop and self._decode is None:
             raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
         constraint = self._constraint(sampling)
+        if images and not self._looked:
+            await self._look(images[0])
         prompt = np.array(prompt_ids, np.int32)
         call = Call(self._sessions[session], prompt, sampling, cache_salt, constraint, images=tuple(images))
         if stop_token_ids is not None:
@@ -285,6 +288,17 @@ class TorchEngine:
             return self._grammars.constraint(sampling)
         except DataError as error:
             return error
+
+    async def _look(self, image: PromptImage) -> None:
+        """Check with the first image that the model sees pixels. Raises EngineError, and for all later ones."""
+        async with self._looking:
+            if not self._looked:
+                try:
+                    await self._between_tokens(self._model.check_pixels, image)
+                except EngineError as error:
+                    self.limits = replace(self.limits, blind=str(error))
+                    raise
+                self._looked = True
 
     def _check_awake(self) -> None:
         self._check_open()
