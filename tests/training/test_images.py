@@ -344,7 +344,8 @@ def test_a_reference_sees_with_its_own_weights(vision: str) -> None:
         here.train_batch(conversations(of))
         told = here.frozen_scores(reference, batch).logp.numpy()
         now = here.logprobs(batch)
-        assert np.array_equal(told, start if update == 1 else now) and not np.array_equal(now, start)
+        # A trained tower computes images together, which rounds in another way than each alone.
+        assert np.abs(told - (start if update == 1 else now)).max() < 1e-5 < 1e-4 < np.abs(now - start).max()
 
 
 @pytest.mark.parametrize("name", ["idefics3", "qwen3_5"])
