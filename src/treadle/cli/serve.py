@@ -35,7 +35,7 @@ from treadle.plan.validation import check_engine_config
 from treadle.record.address import began_of, find_address, model_path
 from treadle.record.run_directory import RunDirectory
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
-from treadle.rollout.config import listen, url_of
+from treadle.rollout.config import ImagesConfig, listen, url_of
 from treadle.rollout.gateway.gateway import Access, Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -48,11 +48,18 @@ if TYPE_CHECKING:
     from treadle.training.trainer import EmbeddedSource
 
 
+class ServeRolloutConfig(Config):
+    """What the server takes of a recipe's `rollout`."""
+
+    images: ImagesConfig = Field(ImagesConfig(), description="limits of images in messages")
+
+
 class ServeConfig(Config):
     """Configuration of the server, with the same keys as in a recipe."""
 
     device: Device = Field("auto", description="device of the engine")
     engine: EngineConfig = Field(description="what samples")
+    rollout: ServeRolloutConfig = Field(ServeRolloutConfig(), description="what its clients may send")
 
 
 def run_serve(options: argparse.Namespace) -> int:
@@ -74,13 +81,13 @@ def run_serve(options: argparse.Namespace) -> int:
 
         device = chosen(config.device)
         check_device(device)
-        config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
+        config = config.model_copy(update={"device": device, "engine": settled_engine(config.engine, device)})
         tokenizer, renderer = load_chat(model, began)
         recording = _recording(options, model, tokenizer.backend_tokenizer)
         source = load_source(model, seed=0)
         # Garbage collection over the libraries would halt every request for some 200 ms.
         gc.freeze()
-        gateway = Gateway(model=Path(options.model).name)
+        gateway = Gateway(model=Path(options.model).name, images=config.rollout.images)
         server = serving(gateway, address, listening)
         asyncio.run(_serve(options, config, renderer, source, gateway, server, recording))
     return 0
