@@ -48,8 +48,8 @@ class ModelConfig(Config):
     )
     tokenizer: str | None = Field(
         None,
-        description="directory of a tokenizer, a shipped recipe's (demo, sql-small, search-small, tools-small), or a "
-        "name as in model.path; default: model.path",
+        description="directory of a tokenizer, a shipped recipe's (demo, sql-small, search-small, tools-small, "
+        "look-small), or a name as in model.path; default: model.path",
     )
     chat_template: str | None = Field(
         None, description="file of a chat template, or the name of one of the tokenizer's or ours; default: its own"
