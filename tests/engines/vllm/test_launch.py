@@ -379,5 +379,5 @@ async def test_a_server_that_took_the_place_of_a_lost_one_is_watched_and_replace
 
 def test_images_are_refused_before_a_server_is_asked() -> None:
     image = PromptImage("a", "b", "c", 5, 1, 0, 1, (), "")
-    with pytest.raises(EngineError, match="vLLM engines are given no images here, got 1; set engine.kind=torch"):
+    with pytest.raises(EngineError, match=r"vLLM engines are given no images here, got 1; set engine\.kind=torch"):
         check_call(1, SamplingParams(), 1000, [image])
