@@ -55,7 +55,7 @@ def test_only_all_shapes_in_the_order_of_the_way_are_rewarded() -> None:
             assert step.reward == (list(other) == shapes) and step.done
         for short in (shapes[:-1], [*shapes, shapes[0]]):
             assert play(Look(), task, answer(short))[-1].reward == 0.0
-    for reply in ("ring", "<look> home</look>", "<look> red</look> "):
+    for reply in ("ring", "<look> home</look>", "I <look> red</look>"):
         step = play(Look(), task, reply)[-1]
         assert (step.reward, step.done, step.info["ended"]) == (0.0, True, "format")
     with pytest.raises(DataError, match="needs seed, rooms in extras"):
@@ -116,6 +116,18 @@ def test_held_out_pictures_are_at_places_of_their_own_and_no_two_are_alike() -> 
             found.add(_read(pixels)[2])
     assert places == {"train": set(PLACES) - set(HELD_OUT), "held_out": set(HELD_OUT)}
     assert len(drawn) == 400
+
+
+def test_scaled_pictures_show_the_same_in_larger_pixels() -> None:
+    task = tasks("train", 1, explain=True)[0]
+    one, four = (
+        play(Look(scale=scale), task, "<look>red</look>\n")[0].observations[0]["images"][0] for scale in (1, 4)
+    )
+    assert np.array_equal(picture_of(four).pixels[::4, ::4], picture_of(one).pixels)
+    assert picture_of(four).pixels.shape == (64, 64, 3)
+    assert all(name in task.prompt[0]["content"] for name in (*COLORS, *SHAPES))
+    with pytest.raises(ConfigError, match="scale must be a whole number above 0"):
+        Look(scale=0)
 
 
 def test_blind_pictures_are_black_and_tell_nothing() -> None:
@@ -188,7 +200,7 @@ def test_the_recipe_reads_each_word_as_one_token_and_each_picture_as_four() -> N
     for task in tasks("train", 6):
         messages: list[Message] = [*task.prompt]
         for reply, step in zip(solve(task), play(Look(), task, *solve(task)), strict=True):
-            messages += [Message(role="assistant", content=reply), *step.observations]
+            messages += [Message(role="assistant", content=reply), *as_messages(step.observations, "observation")]
         calls = demonstrated_calls(messages, renderer)
         assert [len(completion) for _, completion, *_ in calls[:-1]] == [4] * task.extras["rooms"]
         assert len(calls[-1][1]) == task.extras["rooms"] + 3 <= RECIPE.rollout.max_completion_tokens

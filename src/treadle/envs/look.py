@@ -39,9 +39,16 @@ from treadle.core.images import PLACE, read_image
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import INTRODUCTION, Environment, EnvStep
-from treadle.envs.tasks import check_share, contents, exchange, is_drill, opening, split_key
+from treadle.envs.tasks import check_positive, check_share, contents, exchange, is_drill, opening, split_key
 
 SYSTEM = "Look, then answer."
+EXPLAINED = (
+    "There are six rooms: red, green, blue, yellow, pink and cyan. Each has a picture of one shape: a square, a ring, "
+    "a plus or a cross. The color of the shape is the name of the room to go to next. To see the picture of a room, "
+    "reply <look> red</look> and nothing else. When you have seen as many rooms as asked for, reply with their shapes "
+    "in the order seen, as in <answer> ring cross</answer>."
+)
+"""System prompt for models that know language."""
 ROOMS = (2, 3)
 SIDE = 16
 PROMPT = "What is seen?"
@@ -67,8 +74,8 @@ PLACES = tuple((down, right) for down in range(2, 7) for right in range(2, 7))
 """Where a shape may be: pixels above it, and left of it."""
 HELD_OUT = ((3, 3), (3, 5), (5, 3), (5, 5))
 """Places of held-out tasks alone, among those of training."""
-_LOOK = re.compile(r"<look> (\w+)</look>")
-_ANSWER = re.compile(r"<answer>([^<]*)</answer>")
+_LOOK = re.compile(r"\s*<look>\s*(\w+)\s*</look>\s*")
+_ANSWER = re.compile(r"\s*<answer>([^<]*)</answer>\s*")
 _FOLLOWS = 0.3  # share of looks in demonstrations that go where the last picture points
 
 Shown = tuple[str, str]
@@ -96,11 +103,11 @@ def draw(seed: str, shown: Shown) -> Pixels:
 
 
 @functools.lru_cache(maxsize=4096)
-def picture(seed: str, shown: Shown, blind: bool = False) -> str:
-    """Return a picture as a data URL. blind: all pixels 0. Raises ConfigError without Pillow."""
+def picture(seed: str, shown: Shown, blind: bool = False, scale: int = 1) -> str:
+    """Return a picture as a data URL. blind: all pixels 0. scale: width and height of a pixel in the image."""
     from PIL import Image
 
-    pixels = draw(seed, shown)
+    pixels = draw(seed, shown).repeat(scale, 0).repeat(scale, 1)
     return read_image(Image.fromarray(pixels * 0 if blind else pixels)).url
 
 
@@ -116,7 +123,7 @@ class Look(Environment):
     """Shows the picture of a room for `<look> ROOM</look>`; `<answer> SHAPES</answer>` ends the episode.
 
     Needs a task of `tasks`. Any other reply ends the episode as well. The last step's `info["ended"]` is `right`,
-    `wrong` or `format`. blind: all pixels are 0.
+    `wrong` or `format`. blind: all pixels are 0. scale: images are so many times as large; raises ConfigError below 1.
     """
 
     metrics = (
@@ -124,8 +131,9 @@ class Look(Environment):
         Metric("invalid", "trajectory", "mean", "share", "ended by a reply that is neither look nor answer"),
     )
 
-    def __init__(self, blind: bool = False) -> None:
-        self.blind = blind
+    def __init__(self, blind: bool = False, scale: int = 1) -> None:
+        check_positive("scale", scale, whole=True)
+        self.blind, self.scale = blind, scale
 
     async def reset(self, task: Task) -> Sequence[Message]:
         needs = {"seed": str, "start": str, "rooms": int}
@@ -136,7 +144,7 @@ class Look(Environment):
 
     async def step(self, text: str) -> EnvStep:
         if (look := _LOOK.fullmatch(text)) and look[1] in self.pictures:
-            shown = _shown(f"{self.task.extras['seed']}/{look[1]}", self.pictures[look[1]], self.blind)
+            shown = _shown(f"{self.task.extras['seed']}/{look[1]}", self.pictures[look[1]], self.blind, self.scale)
             return EnvStep([shown], info={"looks": 1, "invalid": False})
         answer, how = _ANSWER.fullmatch(text), "format"
         if answer is not None:
@@ -145,10 +153,11 @@ class Look(Environment):
         return EnvStep(reward=float(how == "right"), done=True, info=info)
 
 
-def tasks(split: str, count: int, seed: int = 0, rooms: Sequence[int] = ROOMS) -> list[Task]:
+def tasks(split: str, count: int, seed: int = 0, rooms: Sequence[int] = ROOMS, explain: bool = False) -> list[Task]:
     """Return the first `count` tasks of a split (`train`, `held_out`); task i has `rooms[i % len(rooms)]` rooms.
 
-    Held-out tasks ignore `seed`. For example, task 0 of `tasks("train", 3)`:
+    Held-out tasks ignore `seed`. explain: describe the world in the system prompt. For example, task 0 of
+    `tasks("train", 3)`:
 
         Task("look-train-0-000000", prompt=(<system>, <user>), environment="look", ground_truth="ring cross",
              extras={"seed": "train/0/0", "start": "red", "rooms": 2})
@@ -161,7 +170,7 @@ def tasks(split: str, count: int, seed: int = 0, rooms: Sequence[int] = ROOMS) -
         of_task, number = f"{key}/{index}", rooms[index % len(rooms)]
         start = random.Random(f"look/task/{of_task}").choice(list(COLORS))
         extras: dict[str, Any] = {"seed": of_task, "start": start, "rooms": number}
-        task = Task(f"look-{key.replace('/', '-')}-{index:06d}", _opening(start, number), "look", None, extras)
+        task = Task(f"look-{key.replace('/', '-')}-{index:06d}", _opening(start, number, explain), "look", None, extras)
         shapes = " ".join(pictures_of(of_task)[room][1] for room in way(task))
         made.append(dataclasses.replace(task, ground_truth=shapes))
     return made
@@ -241,12 +250,12 @@ def corpus(count: int) -> Iterator[str]:
     yield from (text.replace(PLACE, "") for text in contents(made))
 
 
-def _shown(seed: str, shown: Shown, blind: bool) -> Message:
-    return Message(role="tool", content=PLACE, images=[picture(seed, shown, blind)])
+def _shown(seed: str, shown: Shown, blind: bool, scale: int = 1) -> Message:
+    return Message(role="tool", content=PLACE, images=[picture(seed, shown, blind, scale)])
 
 
-def _opening(start: str, rooms: int) -> tuple[Message, Message]:
-    return opening(SYSTEM, f"Start {start}. See {rooms} rooms.")
+def _opening(start: str, rooms: int, explain: bool = False) -> tuple[Message, Message]:
+    return opening(EXPLAINED if explain else SYSTEM, f"Start {start}. See {rooms} rooms.")
 
 
 def _check_rooms(rooms: Sequence[int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.text import shown_bytes
 from treadle.models.states import StateMemory, state_memory
 from treadle.models.support import attending_layers, layer_kinds, why_not_packable
-from treadle.models.weights import published, rest_of, trained, unique_weights
+from treadle.models.weights import published, rest_of, trained
 from treadle.plan.config import RunConfig
 from treadle.training.lm_head import CHUNK_BYTES
 
@@ -83,7 +83,8 @@ def estimate_memory(
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
     served = sum(t.numel() for _, t in published(model)) * _FLOAT32
     lora = config.training.lora is not None
-    base = sum(t.numel() for t in unique_weights(model).values()) * _FLOAT32 - served if lora else 0
+    unique = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values()}
+    base = sum(unique.values()) * _FLOAT32 - served if lora else 0
     if config.training.precision == "bfloat16_pure":
         base //= 2
     weights, letter = base + served, "A" if lora else "P"
