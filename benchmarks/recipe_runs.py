@@ -183,6 +183,19 @@ STUDIES: Mapping[str, Study] = {
         },
         common=("evaluation.every=10", "orchestration.updates=60", "training.threads=1"),
     ),
+    "look-small": Study(
+        "look-small",
+        {
+            "synchronous": (),
+            "max_staleness 2": ASYNCHRONOUS,
+            "with compaction": (
+                "rollout.compaction={at: 60, keep_last: 0, prompt: 'What is seen?', max_tokens: 12}",
+                *("rollout.max_steps=8", "warm_start.options.summaries=true", "warm_start.steps=1000"),
+            ),
+            "all pixels 0": ("environment_options.blind=true", "warm_start.options.blind=true"),
+        },
+        common=("training.threads=1",),
+    ),
     "notes-starts": Study("notes-small", _STARTS, common=(*_COME_BACK, "orchestration.updates=120")),
     "search-starts": Study("search-small", _STARTS, common=_COME_BACK),
     # runs that differ in nothing but rounding

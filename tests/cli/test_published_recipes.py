@@ -111,6 +111,31 @@ def test_sql_small_makes_an_update(folder: Path) -> None:
     assert summary["evaluations"][-1]["failed"] == 0
 
 
+_COMPACTED = (
+    "rollout.compaction={at: 60, keep_last: 0, prompt: 'What is seen?', max_tokens: 12}",
+    *("rollout.max_steps=8", "warm_start.options.summaries=true"),
+)
+
+
+@pytest.mark.parametrize("more", [(), _COMPACTED, ("environment_options.blind=true", "warm_start.options.blind=true")])
+def test_look_small_makes_an_update(folder: Path, more: tuple[str, ...]) -> None:
+    pytest.importorskip("PIL")
+    done = treadle("train", "look-small", "--name", "short", *SHORT, "orchestration.max_staleness=2", *more)
+    assert done.status == 0, done.err
+    summary = json.loads((folder / "runs" / "short" / "summary.json").read_text())
+    assert summary["updates"] == 1 and set(summary["evaluations"][-1]["by"]) == {"2", "3"}
+    assert summary["evaluations"][-1]["failed"] == 0
+
+
+def test_qwen3_vl_look_passes_a_dry_run(folder: Path) -> None:
+    pytest.importorskip("PIL")
+    from tests.seeing import write
+
+    model = write(folder / "model", "qwen3_vl")
+    done = treadle("train", "qwen3-vl-look", "--dry-run", f"model.path={model}")
+    assert done.status == 0 and "There are six rooms" in done.out, done.out
+
+
 def test_skyrl_sql_fits_its_data(folder: Path) -> None:
     rows = []
     for data, place in (("synsql", "SynSQL-2.5M/databases"), ("spider", "spider/database")):
