@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +98,7 @@ def draw(seed: str, shown: Shown) -> Pixels:
     mask[down : down + 8, right : right + 8, 0] = [[cell == "#" for cell in line] for line in SHAPES[shown[1]]]
     ground = np.full(3, draws.uniform(0, 64))
     pixels = mask * np.array(COLORS[shown[0]]) * draws.uniform(0.7, 1.0) + (1 - mask) * ground
-    noisy: Pixels = np.clip(pixels + draws.normal(0, 8, pixels.shape), 0, 255).astype(np.uint8)
+    noisy: Pixels = np.clip(pixels + draws.normal(0, 16, pixels.shape), 0, 255).astype(np.uint8)
     return noisy
 
 
@@ -232,14 +233,14 @@ def described(shown: Sequence[Shown]) -> str:
 
 
 def _drill(key: str, draws: random.Random, blind: bool) -> tuple[Message, ...]:
-    """Return four pictures, each with a question: `[a blue ring]What shape?` -> ` ring`, one of them for the color."""
+    """Return three pictures, two questions about each: `[a blue ring]What color?` -> ` blue`, `What shape?` ..."""
     messages: list[Message] = []
-    of_color = draws.randrange(4)
-    for number, (room, shown) in enumerate(draws.sample(list(pictures_of(key).items()), 4)):
-        asked, value = ("color", shown[0]) if number == of_color else ("shape", shown[1])
-        images = _shown(f"{key}/{room}", shown, blind)["images"]
-        messages.append(Message(role="user", content=f"{PLACE}What {asked}?", images=images))
-        messages.append(Message(role="assistant", content=f" {value}"))
+    for room, (color, shape) in draws.sample(list(pictures_of(key).items()), 3):
+        image = _shown(f"{key}/{room}", (color, shape), blind)
+        asked = draws.sample([("color", color), ("shape", shape)], 2)
+        first, *rest = (exchange(f"What {kind}?", f" {value}") for kind, value in asked)
+        messages.append(Message(role="user", content=PLACE + first[0]["content"], images=image["images"]))
+        messages += [first[1], *itertools.chain(*rest)]
     return tuple(messages)
 
 
