@@ -163,7 +163,9 @@ def quantized(bits: int) -> Runtime:
         assert isinstance(engine, LocalEngine)
         return engine, QuantizedSync(spec.source, engine, bits)
 
-    async def unchecked(engine: Engine, sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, gap: float) -> None:
+    async def unchecked(
+        engine: Engine, sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, gap: float, sees: bool
+    ) -> None:
         await sync.publish(0)
 
     return Runtime(open_engine=opened, check_engine=unchecked)

@@ -217,3 +217,11 @@ print(peak() - before)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stderr == ""
     assert int(result.stdout) < 64  # MiB; 20000 x 20000 pixels would be 1,200
+
+
+def test_pixels_of_an_array_are_kept() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    assert np.array_equal(read_image(read_image(pixels).url).pixels, pixels)
+    for wrong in (pixels.astype(np.float32), pixels[..., 0], pixels[..., :2], pixels[:0]):
+        with pytest.raises(DataError, match=r"must be uint8\[H, W, 3\] as an array"):
+            read_image(wrong)

@@ -298,7 +298,7 @@ def data_url(source: object, limits: ImageLimits | None = None, where: str = "im
 
 
 def read_image(source: object, limits: ImageLimits | None = None, where: str = "image") -> Picture:
-    """Read a PIL image, the bytes of a file, a `Path`, or a data URL with base64.
+    """Read a PIL image, pixels uint8[H, W, 3], the bytes of a file, a `Path`, or a data URL with base64.
 
     Strings are never paths: they may come from a client, who must not read files here. where: prefix of errors.
     Raises DataError for an image that is damaged, too large, animated, of another format, or elsewhere; ConfigError if
@@ -309,6 +309,10 @@ def read_image(source: object, limits: ImageLimits | None = None, where: str = "
     except ImportError as error:
         raise ConfigError(f"{where}: images need Pillow: {how_to_install('PIL')}") from error
     limits = limits or ImageLimits()
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
+            raise DataError(f"{where} must be uint8[H, W, 3] as an array, got {source.dtype}{list(source.shape)}")
+        source = Image.fromarray(source)
     if isinstance(source, Image.Image):
         _, pixels = _decoded(source, limits, where)
         buffer = io.BytesIO()

@@ -13,7 +13,7 @@ from treadle.core.files import prove_files
 from treadle.models.config import ModelConfig
 from treadle.models.loading import MODEL_FILES, compute_buffers
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import base_directory, tokenizer_directory
+from treadle.models.model_files import base_directory, names_code, tokenizer_directory
 from treadle.models.multimodal import is_multimodal, stored_tensors, stored_weights
 from treadle.models.vision import ImageProcessor, Tower, check_family
 
@@ -41,6 +41,8 @@ def tower_of(config: ModelConfig, device: str) -> Tower | None:
 
 def frozen_tower(directory: Path, *more: Path, device: str = "cpu") -> Tower | None:
     """As `tower_of`, for the model in a directory. more: where else the files of its processor may be."""
+    if names_code(directory / "config.json"):
+        return None  # refused where the model is loaded
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if not is_multimodal(config):
         return None

@@ -203,8 +203,10 @@ def _family_processor(directory: Path) -> Any:
 
     family = _family_of(directory)
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True),
-        "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
+        "image_processor": AutoImageProcessor.from_pretrained(
+            directory, backend="pil", local_files_only=True, trust_remote_code=False
+        ),
+        "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
     }
     settings, _ = family.get_processor_dict(directory, local_files_only=True)
     # The base class refuses a missing part by its type.
