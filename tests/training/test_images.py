@@ -251,10 +251,6 @@ def test_rows_and_recomputed_layers_give_the_same(name: str) -> None:
                 with pytest.raises(ConfigError, match="in both directions inside images"):
                     computed(forward, batch, Packing.STEP)
                 continue
-            if name.startswith("gemma"):
-                with pytest.raises(ConfigError, match=r"both directions inside an image.*\(as it is told\)"):
-                    computed(forward, batch, Packing.TREE)
-                continue
         torch.testing.assert_close(computed(forward, batch, Packing.TREE, weights), expected, rtol=0, atol=EXACT)
         assert_close(gradients(trained), gradients(model))
 

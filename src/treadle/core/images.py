@@ -29,7 +29,7 @@ import struct
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -164,8 +164,7 @@ class ProcessesImages(Protocol):
     @property
     def settings(self) -> str: ...
 
-    @property
-    def prepared(self) -> Callable[[str], Prepared]:
+    def prepared(self, url: str) -> Prepared:
         """Process an image, given as a data URL. Raises DataError."""
 
 

@@ -84,10 +84,8 @@ async def _check_images(
     engine: Engine, name: str, trainer: Trainer, renderer: ChatRenderer, tolerance: float, why: str
 ) -> None:
     """Raise EngineError unless engine and learner agree after each of two images, and disagree about which it is."""
-    from PIL import Image
-
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    urls = [read_image(Image.fromarray(each)).url for each in (pixels, 255 - pixels)]
+    urls = [read_image(each).url for each in (pixels, 255 - pixels)]
     prompts = [Conversation(renderer).render([{"role": "user", "content": PLACE, "images": [url]}]) for url in urls]
     session = "treadle-probe-images"
     engine.open_session(session)

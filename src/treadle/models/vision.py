@@ -230,20 +230,31 @@ def _family_of(directory: Path) -> Any:
     return family
 
 
-def changed_pixels(image: PromptImage, processor: ImageProcessor) -> PromptImage:
-    """Return an image of the same size in the same place, with every pixel moved half the range. Raises DataError."""
-    from PIL import Image
+def pixels_problem(
+    score: Callable[[NDArray[np.int32], Sequence[PromptImage]], NDArray[np.float32]],
+    image: PromptImage,
+    processor: ImageProcessor,
+    vocabulary: int,
+    tolerance: float,
+) -> str:
+    """Return why a model does not see an image, "" if it does: its pixels must change the log-probabilities after it,
+    and only those.
 
-    other = read_image(Image.fromarray(picture_of(image.url).pixels + np.uint8(128)))
-    prepared = processor.prepared(other.url)
-    return replace(image, sha256=prepared.sha256, processed=prepared.processed, url=other.url)
-
-
-def probe_prompt(image: PromptImage, vocabulary: int) -> tuple[NDArray[np.int32], PromptImage]:
-    """Return ids int32[T] with an image between ordinary ones, three before it and three after it."""
-    text = ((np.arange(1, 7) + vocabulary // 2) % vocabulary).astype(np.int32)
+    score: ids int32[T] with their images -> log-probabilities of ids[1:]. tolerance: of those before it, in nats.
+    Raises DataError.
+    """
+    moved = read_image(picture_of(image.url).pixels + np.uint8(128))  # every pixel by half the range
+    prepared = processor.prepared(moved.url)
+    text = ((np.arange(1, 7) + vocabulary // 2) % vocabulary).astype(np.int32)  # ordinary ids
     ids = np.concatenate([text[:3], np.full(image.tokens, image.placeholder, np.int32), text[3:]])
-    return ids, replace(image, start=3, length=image.tokens)
+    one = replace(image, start=3, length=image.tokens)
+    other = replace(one, sha256=prepared.sha256, processed=prepared.processed, url=moved.url)
+    seen, changed = (score(ids, [each]) for each in (one, other))
+    if np.array_equal(seen[-3:], changed[-3:]):
+        return "computes the same log-probabilities after an image and after one with other pixels"
+    if not np.allclose(seen[:2], changed[:2], rtol=0, atol=tolerance):
+        return "computes other log-probabilities before an image with other pixels"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from treadle.core.errors import DataError
-from treadle.core.images import PLACE, Prepared, ProcessesImages, PromptImage
+from treadle.core.images import PLACE, ProcessesImages, PromptImage
 from treadle.core.types import Ids
 from treadle.rendering.structure import Structure
 from treadle.rendering.template import Plain
@@ -59,7 +59,7 @@ class ImagePlaces:
                 "that the model would not see all of them: it may leave out images of some roles (model.roles: {tool: "
                 "user}), or need another template (model.chat_template)"
             )
-        made = [self._structure.claim(self._prepared(url).text) for url in urls]
+        made = [self._structure.claim(self._own.prepared(url).text) for url in urls]
         begins, ends = [0, *(place.end() for place in places)], [*(place.start() for place in places), len(text)]
         return "".join(text[a:b] + image for a, b, image in zip(begins, ends, [*made, ""], strict=True))
 
@@ -68,7 +68,7 @@ class ImagePlaces:
         urls = [url for message in messages for url in message.get("images") or ()]
         if not urls:
             return ()
-        processor, made = self._own, [self._prepared(url) for url in urls]
+        processor, made = self._own, [self._own.prepared(url) for url in urls]
         where = np.flatnonzero(ids == processor.placeholder)
         if len(where) != sum(each.tokens for each in made):
             raise DataError(
@@ -98,6 +98,3 @@ class ImagePlaces:
         if self.processor is None:
             raise DataError(_NO_PROCESSOR)
         return self.processor
-
-    def _prepared(self, url: str) -> Prepared:
-        return self._own.prepared(url)

@@ -31,13 +31,12 @@ from treadle.core.support import Probabilities, Support
 from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
-from treadle.models.vision import Tower
+from treadle.models.vision import Tower, pixels_problem
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, cuts, lay_out, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, Past, Shape, Store
 from treadle.training.attention.select import kernel_for
-from treadle.training.image_probe import check_pixels
 from treadle.training.lm_head import MostProbable
 from treadle.training.objective import Gradient, LossGradients, TokenScores, joined
 from treadle.training.scorer import Pass, Scorer, rows
@@ -118,7 +117,7 @@ class Forward:
     def trees(self, calls: Sequence[PackedCall], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
         """Lay out calls for this model. Raises DataError for a call that cannot be laid out.
 
-        The first images are probed (`training.image_probe`).
+        The first images are probed (`models.vision.pixels_problem`).
         """
         self._look_at(calls)
         if self.shares:
@@ -132,7 +131,11 @@ class Forward:
             return
         scorer.looked = True  # before it lays out calls itself
         [(image, _), *_] = seen.table.among(seen.token_ids)
-        check_pixels(self, image)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if why := pixels_problem(self.exact_logprobs, image, scorer.vision.processor, vocabulary, self._tolerance):
+            raise ConfigError(
+                f"{type(self.model).__name__} {why}: it would be trained without seeing; take another model"
+            )
 
     def passes(self, tree: PrefixTree) -> int:
         """Return the number of forward passes for a tree: one, if it fits the budget."""
@@ -320,16 +323,16 @@ class Forward:
             except ConfigError as error:
                 scorer.why_not_shared = str(error)
             else:
-                if not gap < self.tolerance:
+                if not gap < self._tolerance:
                     scorer.why_not_shared = f"its logits differ by {gap:.1%} when packed"
-        if not self.shares and not (gap := self._gap()) < self.tolerance:
+        if not self.shares and not (gap := self._gap()) < self._tolerance:
             raise ConfigError(
                 f"{name} computes other logits in a batch than alone (they differ by {gap:.1%}): its attention, "
                 "positions or head work in a way unknown to Treadle"
             )
 
     @property
-    def tolerance(self) -> float:
+    def _tolerance(self) -> float:
         return 1e-3 if self.model.dtype.itemsize >= 4 else 0.1
 
     def _gap(self) -> float:

@@ -200,11 +200,6 @@ class Scorer(nn.Module):
                 f"a step to train has images, and {type(self.model).__name__} sees none here: take a model with a "
                 "vision tower as model.path; of one built by model.build, set training.vision=train"
             )
-        if self.vision.both_ways and not self.shares:
-            raise ConfigError(
-                f"{type(self.model).__name__} attends in both directions inside an image, which is not computed for a "
-                f"model that cannot share prefixes ({self.why_not_shared}); take another model, or tasks without images"
-            )
         return self.vision.inputs(self.model, ids, part.table)
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
