@@ -179,6 +179,7 @@ STUDIES: Mapping[str, Study] = {
             "starts from solutions": (),
             "starts from own attempts": ("rollout.starts.source=own",),
             "forks": ("rollout.starts=null", "rollout.forks={width: 2}", "algorithm.advantage=forks"),
+            "solutions in the warm start": ("rollout.starts=null", "warm_start.options.expert=1.0"),
             "from the beginning": ("rollout.starts=null",),
         },
         common=("evaluation.every=10", "orchestration.updates=60", "training.threads=1"),
