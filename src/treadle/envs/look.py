@@ -17,8 +17,7 @@ Colors say where to look next, so that the way is only known to an agent that se
 end. The reward is 1 for all shapes in the order of the way, and 0 otherwise. Without pixels, the best policy guesses
 each shape: 1 in 16 for two rooms.
 
-Every picture is drawn anew, at a drawn place, with drawn brightness and noise; those of held-out tasks are at places
-that no picture of training has.
+Every picture is drawn anew, at a drawn place, with drawn brightness and noise.
 """
 
 from __future__ import annotations
@@ -70,13 +69,10 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "plus": (*("...##...",) * 3, "########", "########", *("...##...",) * 3),
     "cross": ("##....##", "###..###", ".######.", "..####..", "..####..", ".######.", "###..###", "##....##"),
 }
-PLACES = tuple((down, right) for down in range(2, 7) for right in range(2, 7))
-"""Where a shape may be: pixels above it, and left of it."""
-HELD_OUT = ((3, 3), (3, 5), (5, 3), (5, 5))
-"""Places of held-out tasks alone, among those of training."""
+NEAREST, FARTHEST = 3, 5
+"""Pixels above a shape, and left of it, at least and at most."""
 _LOOK = re.compile(r"\s*<look>\s*(\w+)\s*</look>\s*")
 _ANSWER = re.compile(r"\s*<answer>([^<]*)</answer>\s*")
-_FOLLOWS = 0.3  # share of looks in demonstrations that go where the last picture points
 
 Shown = tuple[str, str]
 """Color and shape in a picture."""
@@ -92,13 +88,12 @@ def pictures_of(seed: str) -> dict[str, Shown]:
 def draw(seed: str, shown: Shown) -> Pixels:
     """Draw a picture, uint8[16, 16, 3]: the shape on a dark ground, place, brightness and noise by `seed`."""
     draws = np.random.default_rng(list(f"look/{seed}".encode()))
-    places = HELD_OUT if seed.startswith("held_out/") else [place for place in PLACES if place not in HELD_OUT]
-    down, right = places[draws.integers(len(places))]
+    down, right = draws.integers(NEAREST, FARTHEST + 1, 2)
     mask = np.zeros((SIDE, SIDE, 1))
     mask[down : down + 8, right : right + 8, 0] = [[cell == "#" for cell in line] for line in SHAPES[shown[1]]]
     ground = np.full(3, draws.uniform(0, 64))
     pixels = mask * np.array(COLORS[shown[0]]) * draws.uniform(0.7, 1.0) + (1 - mask) * ground
-    noisy: Pixels = np.clip(pixels + draws.normal(0, 16, pixels.shape), 0, 255).astype(np.uint8)
+    noisy: Pixels = np.clip(pixels + draws.normal(0, 8, pixels.shape), 0, 255).astype(np.uint8)
     return noisy
 
 
@@ -186,8 +181,8 @@ def demonstration(
     """Return conversation number `index` of a supervised warm start; its assistant messages are the training targets.
 
     A share `drill` are drills, a stand-in for pretraining: pictures, and questions for the color or the shape in them.
-    The others are episodes of as many looks as asked for, a share `expert` of them right. Of the rest, 3 in 10 further
-    looks go where the last picture points, the others anywhere; their answers name the shapes seen, in any order.
+    The others are episodes of as many looks as asked for, a share `expert` of them right. In the rest, all looks but
+    the first go anywhere, and the answer names the shapes seen in any order.
 
     summaries: show one segment of an episode with `rollout.compaction`; its summaries describe all pictures seen, in
     any order. blind: all pixels are 0, in the environment as well.
@@ -203,8 +198,7 @@ def demonstration(
     is_expert = draws.random() < expert
     seen = [start]
     for _ in range(number - 1):
-        follows = is_expert or draws.random() < _FOLLOWS
-        seen.append(pictures[seen[-1]][0] if follows else draws.choice(list(COLORS)))
+        seen.append(pictures[seen[-1]][0] if is_expert else draws.choice(list(COLORS)))
 
     def listed(shown: Sequence[Shown]) -> list[Shown]:
         return list(shown) if is_expert else draws.sample(shown, len(shown))
