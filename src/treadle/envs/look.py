@@ -73,6 +73,7 @@ NEAREST, FARTHEST = 3, 5
 """Pixels above a shape, and left of it, at least and at most."""
 _LOOK = re.compile(r"\s*<look>\s*(\w+)\s*</look>\s*")
 _ANSWER = re.compile(r"\s*<answer>([^<]*)</answer>\s*")
+_FOLLOWS = 0.1  # share of looks in demonstrations that go where the last picture points
 
 Shown = tuple[str, str]
 """Color and shape in a picture."""
@@ -181,8 +182,8 @@ def demonstration(
     """Return conversation number `index` of a supervised warm start; its assistant messages are the training targets.
 
     A share `drill` are drills, a stand-in for pretraining: pictures, and questions for the color or the shape in them.
-    The others are episodes of as many looks as asked for, a share `expert` of them right. In the rest, all looks but
-    the first go anywhere, and the answer names the shapes seen in any order.
+    The others are episodes of as many looks as asked for, a share `expert` of them right. Of the rest, 1 in 10 further
+    looks go where the last picture points, the others anywhere; their answers name the shapes seen, in any order.
 
     summaries: show one segment of an episode with `rollout.compaction`; its summaries describe all pictures seen, in
     any order. blind: all pixels are 0, in the environment as well.
@@ -198,7 +199,8 @@ def demonstration(
     is_expert = draws.random() < expert
     seen = [start]
     for _ in range(number - 1):
-        seen.append(pictures[seen[-1]][0] if is_expert else draws.choice(list(COLORS)))
+        follows = is_expert or draws.random() < _FOLLOWS
+        seen.append(pictures[seen[-1]][0] if follows else draws.choice(list(COLORS)))
 
     def listed(shown: Sequence[Shown]) -> list[Shown]:
         return list(shown) if is_expert else draws.sample(shown, len(shown))
