@@ -193,7 +193,7 @@ STUDIES: Mapping[str, Study] = {
                 "rollout.compaction={at: 60, keep_last: 0, prompt: 'What is seen?', max_tokens: 12}",
                 *("rollout.max_steps=8", "warm_start.options.summaries=true", "warm_start.steps=1000"),
             ),
-            "all pixels 0": ("environment_options.blind=true", "warm_start.options.blind=true"),
+            "all pixels 0": ("environment_options.blind=true",),
         },
         common=("training.threads=1",),
     ),

@@ -46,15 +46,18 @@ def answer(shapes: Sequence[str]) -> str:
 def test_only_all_shapes_in_the_order_of_the_way_are_rewarded() -> None:
     for task in tasks("train", 40):
         *looks, end = play(Look(), task, *solve(task))
+        *seen, right = solve(task)
         assert not any(step.done or step.reward for step in looks) and (end.reward, end.done) == (1.0, True)
         assert end.info == {"ended": "right", "looks": 0, "invalid": False}
         shapes = str(task.ground_truth).split()
         assert len(shapes) == len(looks) == task.extras["rooms"]
         for other in itertools.product(SHAPES, repeat=len(shapes)):
-            step = play(Look(), task, answer(other))[-1]
+            step = play(Look(), task, *seen, answer(other))[-1]
             assert step.reward == (list(other) == shapes) and step.done
         for short in (shapes[:-1], [*shapes, shapes[0]]):
-            assert play(Look(), task, answer(short))[-1].reward == 0.0
+            assert play(Look(), task, *seen, answer(short))[-1].reward == 0.0
+        guessed = play(Look(), task, *seen[:-1], right)[-1]
+        assert (guessed.reward, guessed.info["ended"]) == (0.0, "wrong") or len(set(seen)) < len(seen)
     for reply in ("ring", "<look> home</look>", "I <look> red</look>"):
         step = play(Look(), task, reply)[-1]
         assert (step.reward, step.done, step.info["ended"]) == (0.0, True, "format")

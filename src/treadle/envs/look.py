@@ -14,8 +14,8 @@ episode (a picture is in brackets):
     assistant  <answer> ring cross square</answer>
 
 Colors say where to look next, so that the way is only known to an agent that sees; shapes must be remembered until the
-end. The reward is 1 for all shapes in the order of the way, and 0 otherwise. Without pixels, the best policy guesses
-each shape: 1 in 16 for two rooms.
+end. The reward is 1 for all shapes in the order of the way, once all its rooms were looked at, and 0 otherwise. Without
+pixels, the best policy guesses each shape, 1 in 16 for two rooms, and looks at as many rooms as it may.
 
 Every picture is drawn anew, at a drawn place, with drawn brightness and noise.
 """
@@ -134,15 +134,17 @@ class Look(Environment):
         if wrong := [key for key, kind in needs.items() if not isinstance(task.extras.get(key), kind)]:
             raise DataError(f"task {task.task_id} of environment look needs {', '.join(wrong)} in extras, see `tasks`")
         self.task, self.pictures = task, pictures_of(task.extras["seed"])
+        self.unseen = set(way(task))
         return task.prompt
 
     async def step(self, text: str) -> EnvStep:
         if (look := _LOOK.fullmatch(text)) and look[1] in self.pictures:
             shown = _shown(f"{self.task.extras['seed']}/{look[1]}", self.pictures[look[1]], self.blind, self.scale)
+            self.unseen.discard(look[1])
             return EnvStep([shown], info={"looks": 1, "invalid": False})
         answer, how = _ANSWER.fullmatch(text), "format"
         if answer is not None:
-            how = "right" if answer[1].strip() == self.task.ground_truth else "wrong"
+            how = "right" if answer[1].strip() == self.task.ground_truth and not self.unseen else "wrong"
         info = {"ended": how, "looks": 0, "invalid": how == "format"}
         return EnvStep(reward=float(how == "right"), done=True, info=info)
 
