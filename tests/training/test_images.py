@@ -28,7 +28,7 @@ from treadle.models.vision import ImageProcessor, Tower
 from treadle.models.weights import published, weights_digest
 from treadle.packing import flat
 from treadle.packing.flat import FlatBatch, calls, flatten, replayed
-from treadle.packing.layout import Packing, Sharing, chunks, lay_out
+from treadle.packing.layout import Packing, Sharing, chunks, cuts, lay_out
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
 from treadle.training.config import TrainingConfig, WarmStartConfig
 from treadle.training.forward import Forward
@@ -166,6 +166,26 @@ def test_pieces_are_cut_inside_images() -> None:
         starts = [part.token_ids[0] for part in chunks(tree, 5) if part.token_ids[0] >= OWN]
         inside += sum(tree.table.image(int(ident))[1] > 0 for ident in starts)
     assert inside > 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_budgets_count_the_tokens_of_a_trained_tower(name: str) -> None:
+    of = family(name)
+    factor = Tower(of.whole, of.processor, trained=True).trained_tokens
+    shown = of.processor.prepared(picture(3, (64, 32)).url)
+    patch = of.whole.config.vision_config.patch_size
+    pixels = shown.arrays["pixel_values"].size // 3 // getattr(of.whole.config.vision_config, "temporal_patch_size", 1)
+    positions = shown.arrays.get("image_position_ids")  # Gemma 4 pads
+    patches = pixels // patch**2 if positions is None else (positions >= 0).all(-1).sum()
+    assert factor > 1 and patches == factor * shown.tokens
+
+    for trained, cost in ((False, 1), (True, 1 + factor)):
+        forward = Forward(of.whole, 60, vision=Tower(of.whole, of.processor, trained))
+        trees = forward.trees(calls(batch_of(of)), Packing.TREE, Sharing.BATCH)
+        pieces = [tree.token_ids[start:end] for tree in trees for start, end in cuts(tree, 60)]
+        assert sum(map(len, pieces)) == sum(map(len, trees))
+        assert max(int(np.where(ids >= OWN, cost, 1).sum()) for ids in pieces) <= 60
+        assert sum(map(forward.passes, trees)) == len(pieces) or forward.scorer.why_not_shared or "gemma" in name
 
 
 @pytest.mark.parametrize("name", ["idefics3", "qwen3_vl"])

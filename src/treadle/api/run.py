@@ -20,7 +20,7 @@ from treadle.core.files import Manifest, read_proven, write_atomically
 from treadle.core.stop import StopRequest
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.engines.kv_budget import budgeted
-from treadle.loop.engines import EngineSpec
+from treadle.loop.engines import EngineSpec, servers_see
 from treadle.loop.loop import Loop, StartingPoint
 from treadle.loop.runtime import CheckedRunner, Runtime, open_runtime
 from treadle.loop.starts import load_demonstrated
@@ -95,6 +95,7 @@ class Run:
                 loop = Loop(*run)
                 self.status.sources += [loop.scheduler.status, runner.status]
                 sees = config.training.trains_tower or shows_images(plan.inputs.train)
+                sees = sees or (servers_see(plan.engine, config.model) and not plan.engine.vllm.urls)
                 await self.runtime.check_engine(
                     engine, weight_sync, self.trainer, self.renderer, 10 * config.engine.tolerance, sees
                 )
@@ -136,6 +137,7 @@ class Run:
             config.rollout.top_k,
             partial(engine_tower, config.model, config.training.trains_tower, config.device),
             config.training.trains_tower,
+            servers_see(plan.engine, config.model),
         )
         engine, weight_sync = await self.runtime.open_engine(spec)
         try:

@@ -173,9 +173,12 @@ class ImageIds:
 
     Prefix trees and caches, which compare ids, thereby never share a token over different pictures. The ids are only
     used inside one object that computes; what is recorded has the placeholder's.
+
+    tower: what each placeholder costs beside itself, in tokens of a trained tower; set by who computes.
     """
 
     def __init__(self) -> None:
+        self.tower = 0
         self._first: dict[str, int] = {}  # hash of a processed image -> id of its first placeholder
         self._starts: list[int] = []
         self._images: list[PromptImage] = []
@@ -196,6 +199,10 @@ class ImageIds:
                 self._next = first + image.tokens
             made[image.places(ids)] = np.arange(first, first + image.tokens)
         return made
+
+    def costs(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return what tokens int32[T] cost of a budget, int64[T]."""
+        return 1 + self.tower * (ids >= OWN).astype(np.int64)
 
     def plain(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return a copy of ids int32[T] with the placeholders of `put` as they were."""

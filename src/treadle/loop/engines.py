@@ -29,6 +29,9 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
+from treadle.models.config import ModelConfig
+from treadle.models.towers import takes_images
+from treadle.models.vision import ImageProcessor
 from treadle.models.weights import adapter_weights
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -37,6 +40,8 @@ from treadle.training.trainer import EmbeddedSource
 if TYPE_CHECKING:
     from treadle.engines.vllm.server import Started
 
+LANGUAGE_ONLY = "language-model-only"  # a server's argument
+_WITHOUT_IMAGES = f"; without images, vLLM needs no tower: engine.options.args={{{LANGUAGE_ONLY}: true}}"
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgment call, as rounding decides near-ties
 
 
@@ -53,7 +58,7 @@ async def check_engine(
     Raises EngineError if their log-probabilities differ by at least `tolerance` nats, or the model's `decoding_gap` if
     that is larger, so that they are different policies; if the engine lacks a feature that training needs
     (`probe_engine`); or, with routing replay, if its reported experts are not the learner's. sees: whether images are
-    known to come; then also if they differ after an image, or do not depend on its pixels.
+    known to come, or may come to servers; then also if they differ after an image, or do not depend on its pixels.
     """
     await weight_sync.publish(0)
     allowed, why = trainer.model.decoding_gap or (0.0, "")
@@ -76,7 +81,7 @@ def _check_gap(engine: str, gaps: Floats, tolerance: float, why: str, where: str
         raise EngineError(
             f"{engine} reports log-probabilities{where} that differ from those of the learner by up to {gap:.2e} "
             f"({tolerance:g} is allowed{why and ', as ' + why}); it must serve the published weights in the learner's "
-            "precision"
+            f"precision{where and _WITHOUT_IMAGES}"
         )
 
 
@@ -137,7 +142,7 @@ class EngineSpec:
     call, at most this many behind the newest. probabilities: how many of the sampler's to report at each token. log:
     receives lines for the run's output. device: device of Treadle's own engine. top_k: training's, of which vLLM must
     report the kept tokens. vision: makes the tower for a model of `load_model`; None: it sees nothing. trains_tower:
-    whether published weights include it.
+    whether published weights include it. sees: see `servers_see`.
     """
 
     config: EngineConfig
@@ -153,6 +158,7 @@ class EngineSpec:
     top_k: int = 0
     vision: MakeTower | None = None
     trains_tower: bool = False
+    sees: bool = False
 
     def log_directory(self) -> Path:
         return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
@@ -169,6 +175,13 @@ Returns the engine and its weight sync; the caller publishes with it before the 
 async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     opened: OpenEngine = resolve("engines", spec.config.kind, "engine.kind")
     return await opened(spec)
+
+
+def servers_see(config: EngineConfig, model: ModelConfig) -> bool:
+    """Return whether vLLM's servers may be shown images, for which they need the model's tower. Raises ConfigError."""
+    if config.kind != "vllm" or not takes_images(model):
+        return False
+    return not any(value and name.replace("_", "-") == LANGUAGE_ONLY for name, value in config.vllm.args.items())
 
 
 async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
@@ -252,11 +265,21 @@ async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engin
     """
     from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
     from treadle.engines.vllm.engine import open_engine as start
+    from treadle.engines.vllm.images import Pictures
     from treadle.engines.vllm.publication import Probe
 
     config, model = spec.config, spec.source.model
     if spec.routing:
         args = {"enable-return-routed-experts": True, **config.vllm.args}
+        config = config.model_copy(update={"options": {**config.options, "args": args}})
+    pictures = None
+    if isinstance(processor := spec.renderer.images.processor, ImageProcessor) and spec.sees:
+        tolerance = 1e-3 if config.dtype_name == "float32" else 0.1
+        pictures = Pictures(
+            *(processor, spec.renderer.encode, spec.renderer.decode, model.vocabulary, tolerance),
+            trained=spec.trains_tower,
+        )
+        args = {LANGUAGE_ONLY: None, **config.vllm.args}
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
@@ -267,6 +290,7 @@ async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engin
         probe=probe,
         top_k=spec.top_k,
         probabilities=spec.probabilities,
+        pictures=pictures,
         notify=spec.log,
     )
     running = bool(config.vllm.urls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -15,9 +16,19 @@ from treadle.models.loading import MODEL_FILES, compute_buffers
 from treadle.models.model_cache import remedy_for
 from treadle.models.model_files import base_directory, names_code, tokenizer_directory
 from treadle.models.multimodal import is_multimodal, stored_tensors, stored_weights
-from treadle.models.vision import ImageProcessor, Tower, check_family
+from treadle.models.vision import SEEING, ImageProcessor, Tower, check_family
 
 _SHARED = WeakValueDictionary[tuple[Path, str], Tower]()
+
+
+def takes_images(config: ModelConfig) -> bool:
+    """Return whether images are supported for the configured model. Raises ConfigError."""
+    places = [tokenizer_directory(config)] if config.build is not None else _places(config)
+    if ImageProcessor.find(*places) is None:
+        return False
+    if config.build is not None:
+        return config.build.get("model_type") in SEEING
+    return json.loads((places[0] / "config.json").read_bytes()).get("model_type") in SEEING
 
 
 def trained_tower(config: ModelConfig, model: PreTrainedModel, trained: bool = True) -> Tower:

@@ -181,6 +181,10 @@ class ImageProcessor:
             picture.sha256, (width, height), digest.hexdigest(), text, text.count(self._written), grid, arrays
         )
 
+    def encoded(self, text: str) -> NDArray[np.int32]:
+        """Return the ids int32[T] of `Prepared.text`, or of a part of it."""
+        return np.array(self._own.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
     def checked(self, image: PromptImage) -> Prepared:
         """Process a recorded image again. Raises DataError if the result is not the recorded one."""
         prepared = self.prepared(image.url)
@@ -237,19 +241,34 @@ def pixels_problem(
     vocabulary: int,
     tolerance: float,
 ) -> str:
-    """Return why a model does not see an image, "" if it does: its pixels must change the log-probabilities after it,
-    and only those.
+    """Return why a model does not see an image, "" if it does: `blindness` of its `pixels_probe`.
 
-    score: ids int32[T] with their images -> log-probabilities of ids[1:]. tolerance: of those before it, in nats.
-    Raises DataError.
+    score: ids int32[T] with their images -> log-probabilities of ids[1:]. Raises DataError.
     """
-    moved = read_image(picture_of(image.url).pixels + np.uint8(128))  # every pixel by half the range
+    ids, one, other = pixels_probe(image, processor, vocabulary)
+    return blindness(score(ids, [one]), score(ids, [other]), tolerance)
+
+
+def pixels_probe(
+    image: PromptImage, processor: ImageProcessor, vocabulary: int
+) -> tuple[NDArray[np.int32], PromptImage, PromptImage]:
+    """Return ids int32[T] of an image between three tokens of text and three, and two images for it: the given one, and
+    one with every pixel changed by half the range. Raises DataError.
+    """
+    moved = read_image(picture_of(image.url).pixels + np.uint8(128))
     prepared = processor.prepared(moved.url)
     text = ((np.arange(1, 7) + vocabulary // 2) % vocabulary).astype(np.int32)  # ordinary ids
-    ids = np.concatenate([text[:3], np.full(image.tokens, image.placeholder, np.int32), text[3:]])
-    one = replace(image, start=3, length=image.tokens)
+    written = processor.encoded(prepared.text)
+    places = np.flatnonzero(written == image.placeholder)
+    one = replace(image, start=3 + int(places[0]), length=int(places[-1] + 1 - places[0]))
     other = replace(one, sha256=prepared.sha256, processed=prepared.processed, url=moved.url)
-    seen, changed = (score(ids, [each]) for each in (one, other))
+    return np.concatenate([text[:3], written, text[3:]]), one, other
+
+
+def blindness(seen: NDArray[np.float32], changed: NDArray[np.float32], tolerance: float) -> str:
+    """Return why a model does not see images, "" if it does: pixels must change the log-probabilities of a
+    `pixels_probe` after its image, and only those. tolerance: of those before it, in nats.
+    """
     if np.array_equal(seen[-3:], changed[-3:]):
         return "computes the same log-probabilities after an image and after one with other pixels"
     if not np.allclose(seen[:2], changed[:2], rtol=0, atol=tolerance):
@@ -312,6 +331,20 @@ class Tower:
             return "all"
         vision = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
         return "sliding" if vision else ""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of the tower for each placeholder, whose activations its gradient needs; 0 if it is frozen. Loads the
+        model.
+        """
+        if not self.trained:
+            return 0
+        config = self._model.config
+        vision = config.vision_config
+        if config.model_type == "gemma3":
+            return int((vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image)
+        merged = getattr(vision, "spatial_merge_size", None) or getattr(vision, "pooling_kernel_size", None)
+        return int(merged or config.scale_factor) ** 2
 
     def changed(self) -> None:
         """Call after the model's weights changed."""

@@ -56,9 +56,23 @@ class Arrangement:
         return np.array([len(c.token_ids) for c in self.calls], np.int64)
 
     @property
+    def costs(self) -> tuple[Indices, Indices]:
+        """Return what each call costs of a budget, int64[calls], and the tokens that it shares with the call before."""
+        if all(call.table is None for call in self.calls):
+            return self.lengths, self.shared
+        upto = [np.append(0, costs(call).cumsum()) for call in self.calls]
+        shared = [sums[count] for sums, count in zip(upto, self.shared.tolist(), strict=True)]
+        return np.array([sums[-1] for sums in upto], np.int64), np.array(shared, np.int64)
+
+    @property
     def nodes(self) -> int:
         """Return the number of tokens computed if nothing is cut."""
         return int((self.lengths - self.shared).sum())
+
+
+def costs(of: PackedCall | PrefixTree) -> Indices:
+    """Return what each token or node costs of a budget, int64[T]: one, a placeholder also of the trained tower."""
+    return np.ones(len(of.token_ids), np.int64) if of.table is None else of.table.costs(of.token_ids)
 
 
 def arrange(calls: Sequence[PackedCall], packing: Packing, sharing: Sharing = Sharing.GROUP) -> Arrangement:
@@ -132,7 +146,7 @@ def _expenses(trees: Sequence[PrefixTree], budget: int) -> tuple[float, ...]:
     """
     scores = nodes = passes = 0.0
     for tree in trees:
-        count = math.ceil(len(tree) / budget)
+        count = math.ceil(int(costs(tree).sum()) / budget)
         factor = _CHUNKED if count > 1 else 1.0
         scores += factor * int((tree.depth + 1).sum())
         nodes += factor * len(tree) * (1 + _FORKED * tree.forks)
@@ -141,7 +155,7 @@ def _expenses(trees: Sequence[PrefixTree], budget: int) -> tuple[float, ...]:
 
 
 def micro_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
-    """Cut an arrangement into trees of at most `budget` nodes, except trees that contain a longer call.
+    """Cut an arrangement into trees that cost at most `budget`, except trees that contain a longer call.
 
     Compute those in `chunks`. Calls on both sides of a cut compute their shared tokens twice.
     """
@@ -163,7 +177,7 @@ def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
 
     A cut before call c computes exactly shared[c] nodes a second time.
     """
-    lengths, shared = arranged.lengths, arranged.shared
+    lengths, shared = arranged.costs
     count = len(lengths)
     # Nodes of calls [0, i) if nothing is cut.
     upto = np.concatenate([[0], np.cumsum(lengths - shared)])
@@ -225,22 +239,26 @@ class MicroBatch:
 
 def cuts(tree: PrefixTree, budget: int, whole_images: bool = False) -> list[tuple[int, int]]:
     """Return the bounds of the pieces of `chunks`."""
-    if not whole_images or tree.table is None or len(tree) <= budget:
+    if tree.table is None:
         return [(start, min(start + budget, len(tree))) for start in range(0, len(tree), budget)]
-    ends, bounds, start = image_ends(tree.token_ids, tree.depth), [], 0
-    uncut = np.append(np.unique(ends), len(tree))  # nodes before which a piece may begin
+    upto = np.append(0, costs(tree).cumsum())
+    # Nodes before which a piece may begin, and the end.
+    uncut = np.unique(image_ends(tree.token_ids, tree.depth)) if whole_images else np.arange(1, len(tree) + 1)
+    bounds, start = [], 0
     while start < len(tree):
-        within = uncut[(uncut > start) & (uncut <= start + budget)]
-        end = int(within[-1] if len(within) else uncut[uncut > start][0])
+        widest = int(np.searchsorted(upto, upto[start] + budget, "right")) - 1
+        following = int(np.searchsorted(uncut, start, "right"))
+        end = int(uncut[max(following, int(np.searchsorted(uncut, widest, "right")) - 1)])
         bounds.append((start, end))
         start = end
     return bounds
 
 
 def chunks(tree: PrefixTree, budget: int, count: int = 0, whole_images: bool = False) -> list[MicroBatch]:
-    """Return the tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
+    """Return the tree in depth-first pieces that cost at most `budget`; one piece, without context, if it fits.
 
-    whole_images: cut between images, not inside; a piece may then be as long as an image is.
+    whole_images: cut between images, not inside; a piece may then be as long as an image is. A piece has at least one
+    node.
 
     Later nodes need from earlier ones only the keys and values of their ancestors, and all ancestors of a piece outside
     it are ancestors of its first node.
@@ -309,15 +327,20 @@ def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
     Raises DataError for a call longer than the budget.
     """
     ordered = sorted(arranged.calls, key=lambda c: -len(c.token_ids))
-    if ordered and len(ordered[0].token_ids) > budget:
+    tower = {id(call): int(costs(call).sum()) - len(call.token_ids) for call in ordered}
+    if too_long := [call for call in ordered if len(call.token_ids) + tower[id(call)] > budget]:
+        images = f" and {tower[id(too_long[0])]} of the trained tower" * bool(tower[id(too_long[0])])
         raise DataError(
-            f"a call of {len(ordered[0].token_ids)} tokens exceeds max_tokens_per_microbatch = {budget}, and this "
-            "model's layers cannot be computed in pieces; raise the budget or shorten the context"
+            f"a call of {len(too_long[0].token_ids)} tokens{images} exceeds max_tokens_per_microbatch = {budget}, and "
+            "this model's layers cannot be computed in pieces; raise the budget or shorten the context"
         )
     parts: list[list[PackedCall]] = []
+    cost = 0
     for call in ordered:
-        if not parts or len(parts[-1][0].token_ids) * (len(parts[-1]) + 1) > budget:
+        cost += tower[id(call)]
+        if not parts or len(parts[-1][0].token_ids) * (len(parts[-1]) + 1) + cost > budget:
             parts.append([])
+            cost = tower[id(call)]
         parts[-1].append(call)
     return [PrefixTree.of(part, np.zeros(len(part), np.int64)) for part in parts]
 

@@ -161,7 +161,8 @@ class ServerActor(Placed):
         """Sample for a rollout worker. Raises EngineError; ServerLost if another server should do it."""
         await self._admission.settled()
         assert self._server is not None
-        check_call(len(prompt_ids), sampling, self._server.context, images)
+        assert not images, "servers are shown images by the engine's own process"
+        check_call(len(prompt_ids), sampling, self._server.context)
         return await sample(
             self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
         )

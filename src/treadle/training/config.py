@@ -75,7 +75,9 @@ class TrainingConfig(Config):
     sharing: Sharing = Field(
         Sharing.GROUP, strict=False, description="scope of shared prefixes in 'tree' packing; affects only cost"
     )
-    max_tokens_per_microbatch: int = Field(8192, ge=1, description="maximum tokens per forward pass; affects only cost")
+    max_tokens_per_microbatch: int = Field(
+        8192, ge=1, description="maximum tokens per forward pass, with those of a trained tower; affects only cost"
+    )
     precision: Literal["float32", "bfloat16", "bfloat16_pure"] | None = Field(
         None,
         description="precision of forward passes; weights, optimizer stay float32. bfloat16: autocast. bfloat16_pure: "

@@ -33,7 +33,7 @@ from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
 from treadle.models.vision import Tower, pixels_problem
 from treadle.packing.flat import PackedCall
-from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, cuts, lay_out, row_batches
+from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, costs, cuts, lay_out, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, Past, Shape, Store
 from treadle.training.attention.select import kernel_for
@@ -43,7 +43,7 @@ from treadle.training.scorer import Pass, Scorer, rows
 
 
 class Forward:
-    """A model's forward and backward pass over prefix trees, at most `budget` nodes at a time.
+    """A model's forward and backward pass over prefix trees, a budget of tokens at a time.
 
     A model with layers that cannot share prefixes (`support.why_not_packable`) keeps its own attention and computes
     each step as a padded row, with a warning. half: run in bfloat16. make_kernel: tree attention for a shape; default:
@@ -120,6 +120,9 @@ class Forward:
         The first images are probed (`models.vision.pixels_problem`).
         """
         self._look_at(calls)
+        for call in calls:
+            if call.table is not None:
+                call.table.tower = self._tower
         if self.shares:
             return lay_out(calls, packing, sharing, self.budget)
         return row_batches(arrange(calls, Packing.STEP), self.budget)
@@ -146,7 +149,7 @@ class Forward:
 
         images: those among the ids.
         """
-        exact = self.configured(len(ids))
+        exact = self.configured(len(ids) * (1 + self._tower))
         call = replace(PackedCall.of(ids, ids[:0], 0, images=images, table=ImageIds()), prompt_length=1)
         [tree] = exact.trees([call], Packing.STEP, Sharing.TRAJECTORY)
         return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
@@ -210,8 +213,14 @@ class Forward:
         vision = self.scorer.vision
         return "" if of.table is None or vision is None else vision.both_ways
 
+    @property
+    def _tower(self) -> int:
+        """Tokens of a trained tower for each placeholder."""
+        return 0 if self.scorer.vision is None else self.scorer.vision.trained_tokens
+
     def _chunk_size(self, tree: PrefixTree) -> int:
-        return self.budget if self.shares else max(len(tree), 1)
+        """Return what a piece may cost; a model that cannot share computes every tree in one."""
+        return self.budget if self.shares else max(int(costs(tree).sum()), 1)
 
     # --- streaming ---
 

@@ -23,15 +23,13 @@ from tests.until import CEILING, until, wait_until
 from tests.until import alive as is_alive
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
-from treadle.core.images import PromptImage
-from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm import launch
 from treadle.engines.vllm.engine import VLLMEngine, describe_servers, open_engine
 from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
 from treadle.engines.vllm.publication import Publication
-from treadle.engines.vllm.server import Server, check_call, parse_metrics
+from treadle.engines.vllm.server import Server, parse_metrics
 from treadle.loop.engines import EngineSpec, open_vllm
 from treadle.models.chat import load_chat
 from treadle.plan.config import load_recipe
@@ -375,9 +373,3 @@ async def test_a_server_that_took_the_place_of_a_lost_one_is_watched_and_replace
     listening[2][0].close()
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
-
-
-def test_images_are_refused_before_a_server_is_asked() -> None:
-    image = PromptImage("a", "b", "c", 5, 1, 0, 1, (), "")
-    with pytest.raises(EngineError, match=r"vLLM engines are given no images here, got 1; set engine\.kind=torch"):
-        check_call(1, SamplingParams(), 1000, [image])

@@ -18,6 +18,7 @@ from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.adapters import AdapterPublication, Exported
+from treadle.engines.vllm.images import Pictures
 from treadle.engines.vllm.launch import VERSION, alternatives, find_python, installed_vllm, on_gpu, tail
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import (
@@ -26,12 +27,12 @@ from treadle.engines.vllm.server import (
     ServerLost,
     Started,
     check_call,
-    check_sees,
     decode_routing,
     sample,
     serving,
 )
 from treadle.engines.vllm.transfer import Collective, SharedMemory, Transfer
+from treadle.models.vision import blindness, pixels_probe
 
 START_TIMEOUT = 1800.0  # seconds; a server that ends meanwhile is noticed at once
 _LOOK = 0.2  # seconds between checks for a restarted server
@@ -47,8 +48,8 @@ class VLLMEngine:
     joins once it serves the admitted weights; calls wait for it if no other is left.
 
     stop_token_ids: tokens that end a completion (they are part of it); the model's own configuration is ignored.
-    expert_layers: layers with experts reported by completions; probabilities: see `server.sample`. restart: starts the
-    server of a number.
+    expert_layers: layers with experts reported by completions; probabilities, pictures: see `server.sample`. restart:
+    starts the server of a number.
     notify: receives a line about a lost or restarted server. on_close: called last.
 
     Invariant: every returned completion was sampled by admitted weights (see `Publication`).
@@ -62,6 +63,7 @@ class VLLMEngine:
         stop_token_ids: Sequence[int],
         expert_layers: Sequence[int] | None = None,
         probabilities: int | None = None,
+        pictures: Pictures | None = None,
         restart: Callable[[int], Awaitable[Server]] | None = None,
         notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
@@ -69,6 +71,8 @@ class VLLMEngine:
         self._servers, self._publication = servers, publication
         self._stop, self._on_close = sorted(stop_token_ids), on_close
         self._expert_layers, self._probabilities = expert_layers, probabilities
+        self._pictures, self._seeing = pictures, asyncio.Lock()
+        self._sees = False  # known once the first image was shown
         self._restart, self._notify = restart, notify
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
@@ -96,9 +100,11 @@ class VLLMEngine:
         """Sample one completion. Cancelling aborts it on the server.
 
         Raises EngineError for an unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM
-        would silently change, a request refused by the server, or if no server is left.
+        would silently change, images that its servers do not see, a request refused by the server, or if no server is
+        left.
         """
-        check_call(len(prompt_ids), sampling, min(server.context for server in self._servers), images)
+        check_call(len(prompt_ids), sampling, min(server.context for server in self._servers))
+        await self._look(images)
         admission = self._publication.admission
         for losses in count(1):
             await admission.settled()
@@ -116,6 +122,8 @@ class VLLMEngine:
                         self._expert_layers,
                         adapter,
                         self._probabilities,
+                        images,
+                        self._pictures,
                     )
             except ServerLost:
                 # Try another server, unless this call seems to be the cause.
@@ -124,13 +132,14 @@ class VLLMEngine:
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """Return a handle for the session's calls in another process; None to make them here, as for adapters and
-        recorded probabilities.
+        """Return a handle for the session's calls in another process; None to make them here, as for adapters, images
+        and recorded probabilities.
 
         Valid as long as its server: on ServerLost, call `generate` here.
         """
         server = self._server_of(session)
         here = isinstance(self._publication, AdapterPublication) or self._probabilities is not None
+        here = here or self._pictures is not None
         if server is None or server.process is None or here:
             return None
         return server.process.route
@@ -141,15 +150,31 @@ class VLLMEngine:
         Raises EngineError if no server is left, for more ids than the context, or for a temperature unsupported by
         vLLM.
         """
-        check_sees(images)
         if temperature < COLDEST:
             raise EngineError(f"vLLM scores at temperatures of at least {COLDEST}, not at {temperature}")
+        await self._look(images)
+        return await self._score(np.asarray(ids), temperature, images)
+
+    async def _score(self, ids: Ids, temperature: float, images: Sequence[PromptImage]) -> Floats:
         admission = self._publication.admission
         await admission.settled()
         while (server := self._least_busy()) is None:
             await self._until_some_serve()
+        now = admission.now
         with self._publication.adapter(None) as adapter:
-            return await server.score(np.asarray(ids), temperature, admission.now.salt(None), adapter)
+            return await server.score(ids, temperature, now.salt(None), adapter, images, self._pictures, now.label)
+
+    async def _look(self, images: Sequence[PromptImage]) -> None:
+        """Probe the first image: its pixels must change what follows. Raises EngineError."""
+        if not images or self._pictures is None or self._sees:
+            return
+        async with self._seeing:
+            if not self._sees:
+                ids, one, other = pixels_probe(images[0], self._pictures.processor, self._pictures.vocabulary)
+                seen, changed = await self._score(ids, 1.0, [one]), await self._score(ids, 1.0, [other])
+                if why := blindness(seen, changed, self._pictures.tolerance):
+                    raise EngineError(f"vLLM {why}")
+                self._sees = True
 
     def status(self) -> list[ComponentStatus]:
         """Return the load of each server, a few seconds old."""
@@ -243,6 +268,7 @@ async def open_engine(
     pinned: int | None = None,
     top_k: int = 0,
     probabilities: int | None = None,
+    pictures: Pictures | None = None,
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication | AdapterPublication]:
@@ -250,7 +276,8 @@ async def open_engine(
 
     serve: starts the server of a number, also again when it is lost; None: servers already run.
     adapters: one of the source, if it publishes any; pinned: see `AdapterPublication`. top_k: training's, of which
-    servers must report the kept tokens. probabilities: how many most probable ids to report them of.
+    servers must report the kept tokens. probabilities: how many most probable ids to report them of. pictures: writes
+    images for them; None: there are none.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
     take weights; ConfigError without vLLM.
@@ -285,7 +312,9 @@ async def open_engine(
         return server
 
     dtype = getattr(torch, config.dtype_name)
-    transfer: Transfer = Collective(dtype) if config.vllm.transfer == "collective" else SharedMemory(dtype)
+    towers = pictures is not None and pictures.trained
+    kind = Collective if config.vllm.transfer == "collective" else SharedMemory
+    transfer: Transfer = kind(dtype, towers)
     servers: list[Server] = []
     opening = [asyncio.ensure_future(open_server(number)) for number in range(config.count)]
     try:
@@ -309,6 +338,7 @@ async def open_engine(
         stop_token_ids=stop_token_ids,
         expert_layers=source.model.expert_layers,
         probabilities=probabilities,
+        pictures=pictures,
         restart=None if serve is None else open_server,
         notify=notify,
         on_close=on_close,

@@ -21,6 +21,7 @@ from treadle.core.images import PromptImage
 from treadle.core.support import Probabilities, Support
 from treadle.core.text import keys_in, redacted
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
+from treadle.engines.vllm.images import Pictures, check_ids, prompt_of
 from treadle.engines.vllm.launch import VERSION, alternatives
 
 COLDEST = 0.01
@@ -202,22 +203,32 @@ class Server:
         return self._content(path, response)
 
     async def score(
-        self, ids: Ids, temperature: float = 1.0, salt: str | None = None, adapter: Adapter | None = None
+        self,
+        ids: Ids,
+        temperature: float = 1.0,
+        salt: str | None = None,
+        adapter: Adapter | None = None,
+        images: Sequence[PromptImage] = (),
+        pictures: Pictures | None = None,
+        label: str = "",
     ) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
 
         One call at temperature 1. vLLM scores prompts at no other, so any other takes one call per token, which may use
-        prefixes cached under `salt`.
+        prefixes cached under `salt`, and has no images. pictures, label: see `prompt_of`.
         """
         # vLLM samples a token, too.
         if len(ids) + 1 > self.context:
             raise EngineError(f"{len(ids)} tokens to score, and one that vLLM samples, exceed {self.context}")
         if temperature != 1.0:
+            if images:
+                raise EngineError(f"vLLM scores prompts with images at temperature 1 alone, not at {temperature}")
             calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt, adapter) for n in range(1, len(ids)))
             return np.array(await asyncio.gather(*calls), np.float32)
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body = {"token_ids": ids.tolist(), "sampling_params": sampling, **_model(adapter)}
+        body = {**prompt_of(ids, images, label, pictures), "sampling_params": sampling, **_model(adapter)}
         answer = await self.post("/inference/v1/generate", body)
+        check_ids(self, answer, ids, images)
         entries = answer["prompt_logprobs"] or []
         if len(entries) != len(ids):
             raise EngineError(f"{self} returned {len(entries)} log-probabilities for {len(ids)} tokens to score")
@@ -343,9 +354,8 @@ async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[
         raise EngineError("; ".join(str(server.error()) for server in servers))
 
 
-def check_call(prompt: int, sampling: SamplingParams, context: int, images: Sequence[PromptImage] = ()) -> None:
-    """Raise EngineError if a call exceeds the context, has images, or if vLLM would silently change its sampling."""
-    check_sees(images)
+def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
+    """Raise EngineError if a call exceeds the context, or if vLLM would silently change its sampling."""
     # vLLM would silently cut the completion short.
     if prompt + sampling.max_tokens > context:
         raise EngineError(
@@ -359,11 +369,6 @@ def check_call(prompt: int, sampling: SamplingParams, context: int, images: Sequ
         )
 
 
-def check_sees(images: Sequence[PromptImage]) -> None:
-    if images:
-        raise EngineError(f"vLLM engines are given no images here, got {len(images)}; set engine.kind=torch")
-
-
 async def sample(
     server: Server,
     admission: Admission,
@@ -374,13 +379,15 @@ async def sample(
     expert_layers: Sequence[int] | None = None,
     adapter: Adapter | None = None,
     probabilities: int | None = None,
+    images: Sequence[PromptImage] = (),
+    pictures: Pictures | None = None,
 ) -> Completion:
     """Sample one completion from admitted weights. Cancelling aborts it on the server.
 
     expert_layers: hidden layers with experts to report; None: no routing. adapter: adapter that samples all tokens.
-    probabilities: report those of so many most probable ids, as far as they are asked for.
-    Raises EngineError for a refused request, weights that were not admitted, missing experts, or more kept tokens than
-    are reported; ServerLost.
+    probabilities: report those of so many most probable ids, as far as they are asked for. pictures: writes images.
+    Raises EngineError for a refused request, weights that were not admitted, missing experts, more kept tokens than are
+    reported, or images that are not shown as recorded; ServerLost.
     """
     # A completion that begins now uses the new weights.
     await admission.settled()
@@ -409,9 +416,11 @@ async def sample(
     # From the prompt's last token on, which predicts the first sampled one.
     if expert_layers is not None:
         params["routed_experts_prompt_start"] = len(prompt_ids) - 1
-    ids, salt = np.asarray(prompt_ids).tolist(), admission.now.salt(cache_salt)
-    body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt, **_model(adapter)}
+    label, salt = admission.now.label, admission.now.salt(cache_salt)
+    prompt = prompt_of(prompt_ids, images, label, pictures)
+    body = {**prompt, "sampling_params": params, "cache_salt": salt, **_model(adapter)}
     answer = await server.post("/inference/v1/generate", body)
+    check_ids(server, answer, prompt_ids, images)
     # One that ends now may have tokens of weights not admitted yet.
     await admission.settled()
     [choice] = answer["choices"][:1]

@@ -58,14 +58,15 @@ class Transfer(Protocol):
 class SharedMemory:
     """A `Transfer` by a safetensors file, readable by servers of other users.
 
-    dtype: dtype of the servers' weights.
+    dtype: dtype of the servers' weights. towers: whether towers are among them.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, towers: bool = False) -> None:
+        self._dtype, self._towers = dtype, towers
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
+        info = {"towers": self._towers}
+        await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": info}))
 
     async def stage(self, source: WeightSource) -> Staged:
         remedy = "set engine.options.transfer=collective"
@@ -81,13 +82,13 @@ class SharedMemory:
 
 
 class Collective:
-    """A `Transfer` by broadcasts. dtype: dtype of the servers' weights.
+    """A `Transfer` by broadcasts. dtype: dtype of the servers' weights. towers: whether towers are among them.
 
     The group contains the workers of all servers. After any failure a new one is formed, on another port.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, towers: bool = False) -> None:
+        self._dtype, self._towers = dtype, towers
         self._device = torch.device("cpu")  # device of the weights staged last
         self._group: Group | None = None
 
@@ -101,7 +102,10 @@ class Collective:
         self._group = await _together(
             lambda: Group(store, 0, size, device=self._device, address=address, timeout=_TIMEOUT),
             {
-                server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**group, "first": first}}})
+                server: server.post(
+                    "/init_weight_transfer_engine",
+                    {"init_info": {"towers": self._towers, "group": {**group, "first": first}}},
+                )
                 for server, first in zip(servers, firsts, strict=True)
             },
             steps=2,

@@ -27,10 +27,12 @@ if not torch.cuda.is_available():
 class Init(WeightTransferInitInfo):
     """How weights will arrive.
 
+    towers: whether they include those of towers.
     group: for broadcasts, {host, port, size, timeout, first}: its store, and the rank of this server's first worker;
     None for weights in files.
     """
 
+    towers: bool = False
     group: dict[str, Any] | None = None
 
 
@@ -54,12 +56,13 @@ class Engine(WeightTransferEngine[Init, Update]):
     init_info_cls = Init
     update_info_cls = Update
     _shapes: dict[str, Any] | None = None  # shapes of the last weights
+    _towers = False
     _group: Group | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Prepare for a new trainer, which may use other names of weights, or for another group."""
         self.shutdown()
-        self._shapes = None
+        self._shapes, self._towers = None, init_info.towers
         if init_info.group is not None:
             group, config = dict(init_info.group), self.parallel_config
             worker = config.data_parallel_index * config.world_size + config.rank
@@ -104,7 +107,7 @@ class Engine(WeightTransferEngine[Init, Update]):
     def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._shapes not in (None, shapes):
             raise ValueError("names or shapes of weights differ from the previous ones")
-        part = published_part(self.model)
+        part = self.model if self._towers else language_part(self.model)
         abandon_reload(part)
         published = {id(parameter) for parameter in part.parameters()}
         # Tied ones once, as long as they are tied.
@@ -116,8 +119,8 @@ class Engine(WeightTransferEngine[Init, Update]):
         self._shapes = shapes
 
 
-def published_part(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the part of the model with published weights: the language model of one with towers, otherwise all."""
+def language_part(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the language model of one with towers, otherwise all."""
     return model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
 
 
