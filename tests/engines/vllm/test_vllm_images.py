@@ -27,6 +27,8 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.engine import open_engine
 from treadle.engines.vllm.images import Pictures, check_ids, prompt_of
 from treadle.engines.vllm.launch import ServerProcess
+from treadle.loop.engines import servers_see
+from treadle.models.config import ModelConfig
 from treadle.models.vision import ImageProcessor
 
 LINES = ["\n" * number for number in (4, 3, 2, 1)]
@@ -108,7 +110,7 @@ def test_what_cannot_be_sent_or_was_not_expanded_as_recorded_is_an_error(model: 
     assert (
         sent["content_parts"][0]["uuid"] != prompt_of(ids, images, "other", model.pictures)["content_parts"][0]["uuid"]
     )
-    with pytest.raises(EngineError, match="have no tower here .* and are shown 1 images"):
+    with pytest.raises(EngineError, match="have no tower here, and are shown 1 images"):
         prompt_of(ids, images, "label", None)
     with pytest.raises(EngineError, match="are not those of its processor"):
         model.pictures.collapsed(np.roll(ids, 1), images)
@@ -120,6 +122,19 @@ def test_what_cannot_be_sent_or_was_not_expanded_as_recorded_is_an_error(model: 
         check_ids("a server", {"prompt_token_ids": ids[:-1].tolist()}, ids, images)
     with pytest.raises(EngineError, match="makes 0 ids"):
         check_ids("a server", {}, ids, images)
+
+
+def test_servers_have_a_tower_where_images_may_come(model: Model, tmp_path: Path) -> None:
+    def sees(directory: Path, **engine: Any) -> bool:
+        return servers_see(build(EngineConfig, {"kind": "vllm", **engine}), ModelConfig(path=str(directory)))
+
+    assert sees(model.directory)
+    assert not sees(model.directory, options={"args": {"language_model_only": True}})
+    assert not sees(model.directory, kind="torch")
+    for file in model.directory.iterdir():
+        if "processor" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    assert not sees(tmp_path)
 
 
 @pytest.fixture

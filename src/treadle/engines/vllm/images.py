@@ -81,8 +81,8 @@ def prompt_of(ids: Ids, images: Sequence[PromptImage], label: str, pictures: Pic
         return {"token_ids": np.asarray(ids).tolist()}
     if pictures is None:
         raise EngineError(
-            f"vLLM's servers have no tower here (engine.options.args: language-model-only), and are shown {len(images)} "
-            "images; leave that out, or set engine.kind=torch"
+            f"vLLM's servers have no tower here, and are shown {len(images)} images; leave language-model-only out of "
+            "engine.options.args, or set engine.kind=torch"
         )
     parts = [{"type": "image_url", "url": _upright(each.url), "uuid": _name(each, label)} for each in images]
     return {"token_ids": pictures.collapsed(ids, images), "content_parts": parts, "return_token_ids": True}
