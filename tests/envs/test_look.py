@@ -185,7 +185,7 @@ def test_summaries_describe_the_pictures_seen() -> None:
     for index in range(300):
         messages = demonstration(index, 0, drill=0.0, summaries=True)
         seen = [" ".join(_seen(picture_of(m["images"][0]).pixels)) for m in messages if m.get("images")]
-        noted = messages[2]["content"].removeprefix(INTRODUCTION).strip().split(", ")
+        noted = messages[2]["content"].removeprefix(INTRODUCTION).split(", ")  # which a driver strips
         before = noted if messages[2]["content"].startswith(INTRODUCTION) else []
         if messages[-2]["content"] == PROMPT:
             assert sorted(messages[-1]["content"].strip().split(", ")) == sorted(before + seen)

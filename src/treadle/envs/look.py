@@ -214,7 +214,7 @@ def demonstration(
     if summaries:
         first = draws.choice((0, *range(SUMMARIZED, len(seen) + 1)))
         last = min(max(first + 1, SUMMARIZED), last)
-        messages += [Message(role="user", content=INTRODUCTION + described(listed(shown[:first])))] if first else []
+        messages += [Message(role="user", content=INTRODUCTION + described(listed(shown[:first])).strip())] if first else []
     for room in seen[first:last]:
         messages.append(Message(role="assistant", content=f"<look> {room}</look>"))
         messages.append(_shown(f"{key}/{room}", pictures[room], blind))
@@ -243,7 +243,8 @@ def _drill(key: str, draws: random.Random, blind: bool) -> tuple[Message, ...]:
 def corpus(count: int) -> Iterator[str]:
     """Yield the contents of `count` demonstrations for training a tokenizer. Fixed: word ids depend on it."""
     made = (demonstration(index, 0, summaries=bool(index % 4 // 2)) for index in range(count))
-    yield from (text.replace(PLACE, "") for text in contents(made))
+    # Of a word there is one token, with a space before it, also where a summary begins with it.
+    yield from (text.replace(PLACE, "").replace(INTRODUCTION, f"{INTRODUCTION} ") for text in contents(made))
 
 
 def _shown(seed: str, shown: Shown, blind: bool, scale: int = 1) -> Message:
