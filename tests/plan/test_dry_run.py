@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, make_group, make_step
 from tests.models import tiny as tiny_model
+from tests.seeing import whole, write
 from tests.worlds import tiny
 from treadle.api.train import dry_run
 from treadle.core.errors import ConfigError
@@ -210,6 +211,18 @@ def test_a_teacher_is_counted_by_its_weights() -> None:
         {part.name: part.bytes for part in estimate_memory(config, model, None, each)} for each in (teacher, None)
     )
     assert with_teacher.keys() - without.keys() == {"teacher"} and with_teacher["teacher"] == tensor_bytes(teacher)
+
+
+@pytest.mark.parametrize("vision", ["frozen", "train"])
+def test_a_tower_is_counted_once(vision: str, tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_vl")
+    seen = (f"model.path={tmp_path}", "model.build=null", "model.tokenizer=null", f"training.vision={vision}")
+    config = tiny(*seen)
+    model = make_model(config.model, 0, 0, weights=False, whole=config.training.trains_tower)
+    parts = {part.name: part.bytes for part in estimate_memory(config, model, None)}
+    everything = tensor_bytes(whole(tmp_path))
+    assert ("tower" in parts) == (vision == "frozen")
+    assert parts["weights"] + parts.get("tower", 0) == everything
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

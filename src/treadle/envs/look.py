@@ -214,7 +214,9 @@ def demonstration(
     if summaries:
         first = draws.choice((0, *range(SUMMARIZED, len(seen) + 1)))
         last = min(max(first + 1, SUMMARIZED), last)
-        messages += [Message(role="user", content=INTRODUCTION + described(listed(shown[:first])).strip())] if first else []
+        messages += (
+            [Message(role="user", content=INTRODUCTION + described(listed(shown[:first])).strip())] if first else []
+        )
     for room in seen[first:last]:
         messages.append(Message(role="assistant", content=f"<look> {room}</look>"))
         messages.append(_shown(f"{key}/{room}", pictures[room], blind))

@@ -76,15 +76,7 @@ def load_tower(directory: Path, device: str = "cpu") -> PreTrainedModel:
     """Return a directory's model without decoder and head, in float32. Raises ConfigError or DamageError."""
     field = "model.path"
     prove_files(directory, MODEL_FILES, remedy_for(directory))
-    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    check_family(config.model_type)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
-    language = {model.get_decoder(), model.get_output_embeddings()}
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if child in language:
-                setattr(module, name, None)
+    model = _shapes(directory)
     stored = dict(stored_weights(model, stored_tensors(directory, field), directory, field))
     model.to_empty(device=torch.device("cpu"))
     compute_buffers(model)
@@ -95,4 +87,25 @@ def load_tower(directory: Path, device: str = "cpu") -> PreTrainedModel:
     model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
     model.requires_grad_(False)
     model.eval()
+    return model
+
+
+def tower_size(config: ModelConfig) -> int:
+    """Return the number of weights that the configured model's frozen tower has; 0 if it is shown no images."""
+    if config.build is not None or not takes_images(config):
+        return 0
+    return sum(weight.numel() for weight in _shapes(base_directory(config)).parameters())
+
+
+def _shapes(directory: Path) -> PreTrainedModel:
+    """Return a directory's model without decoder and head, and without memory. Raises ConfigError."""
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    check_family(config.model_type)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    language = {model.get_decoder(), model.get_output_embeddings()}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child in language:
+                setattr(module, name, None)
     return model

@@ -18,6 +18,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.text import shown_bytes
 from treadle.models.states import StateMemory, state_memory
 from treadle.models.support import attending_layers, layer_kinds, why_not_packable
+from treadle.models.towers import tower_size
 from treadle.models.weights import published, rest_of, trained
 from treadle.plan.config import RunConfig
 from treadle.training.lm_head import CHUNK_BYTES
@@ -107,6 +108,8 @@ def estimate_memory(
         parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
     elif _keeps_teacher(config):
         parts.append(MemoryPart("teacher", served, f"4 bytes x {letter}, a copy"))
+    if not config.training.trains_tower and (size := tower_size(config.model) * _FLOAT32):
+        parts.append(MemoryPart("tower", size, "4 bytes x its weights, once there is an image"))
     states = state_memory(model, "cuda" if on_gpu and torch.cuda.is_available() else "meta")
     engine, staged = _engine_parts(config, model, base, served, prompt, states)
     parts += [*engine, *_activations(config, model, prompt, states)]
