@@ -18,10 +18,12 @@ import json
 import math
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from treadle.envs.phone_book import tasks
 
 ROOT = RESULTS.parent.parent
 TREADLE = (sys.executable, "-m", "treadle.cli.main")
+HIGH = 0.9  # success whose first evaluation is shown, with the tokens sampled until then
 ENDS = 5  # updates at either end of a run without evaluations
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95% point of Student's t, by number of seeds
 ASYNCHRONOUS = ("orchestration.max_staleness=2", "algorithm.correction.token_tis=2.0")
@@ -309,12 +312,31 @@ def row(run: Path) -> dict[str, Any]:
         "training_success": [line["success"] for line in updates],
         "warm_start_loss": (summary.get("warm_start") or {}).get("loss"),
         "updates": summary["updates"],
+        "curve": curve(run, sampled),
         "held_out_tasks": summary.get("held_out_tasks"),
         "wall_seconds": summary["wall_seconds"],
         "cpu_seconds": summary["cpu_seconds"],
         "peak_bytes": json.loads(peak.read_text()) if (peak := run / "peak.json").is_file() else None,
         "weights_sha256": summary["weights_sha256"],
     }
+
+
+def curve(run: Path, evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Return each evaluation's update, success and tokens sampled for training until then, without replayed ones."""
+    query = """
+        SELECT g.trained_version + 1, sum(s.completion_tokens) FROM steps s
+        JOIN trajectories USING (trajectory_id) JOIN groups g USING (group_id)
+        WHERE g.trained_version IS NOT NULL AND s.reason IS NOT 'replayed' GROUP BY 1"""
+    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as db:
+        tokens = dict(db.execute(query))
+    return [
+        {
+            "update": each["update"],
+            "success": each["success"],
+            "sampled_tokens": sum(count for update, count in tokens.items() if update <= each["update"]),
+        }
+        for each in evaluations
+    ]
 
 
 def _share(updates: Sequence[Mapping[str, Any]]) -> Iterator[float]:
@@ -333,12 +355,14 @@ def lift(before: float, after: float, tasks_before: float, tasks_after: float) -
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a Markdown table of the runs, and a line on each variant that has several seeds."""
     kinds = list(rows[0]["kinds"])
-    head = ["", "seed", *kinds, "all", *(f"lift at least, {kind}" for kind in kinds), "min", "GiB"]
+    head = ["", "seed", *kinds, "all", *(f"lift at least, {kind}" for kind in kinds), "to .9", "tokens", "min", "GiB"]
     yield from ("| " + " | ".join(head) + " |", "|" + "---|" * len(head))
     for r in rows:
         cells = [r["variant"], str(r["seed"])]
         cells += [f"{share['before']:.3f} → {share['after']:.3f}" for share in (*r["kinds"].values(), r)]
         cells += [f"{kind['lift_at_least']:.3f}" for kind in r["kinds"].values()]
+        there = next((each for each in r["curve"] if each["success"] >= HIGH), None)
+        cells += ["", ""] if there is None else [f"{there['update']}", f"{there['sampled_tokens']:,}"]
         peak = f"{r['peak_bytes'] / 2**30:.1f}" if r["peak_bytes"] else ""
         yield "| " + " | ".join([*cells, f"{r['wall_seconds'] / 60:.0f}", peak]) + " |"
     for variant in dict.fromkeys(r["variant"] for r in rows):
