@@ -188,7 +188,7 @@ def demonstration(
     looks go where the last picture points, the others anywhere; their answers name the shapes seen, in any order.
 
     summaries: show one segment of an episode with `rollout.compaction`; its summaries describe all pictures seen, in
-    any order. blind: all pixels are 0, in the environment as well.
+    order. blind: all pixels are 0, in the environment as well.
 
     Raises ConfigError for a share outside [0, 1], or impossible `rooms`.
     """
@@ -204,11 +204,9 @@ def demonstration(
         follows = is_expert or draws.random() < _FOLLOWS
         seen.append(pictures[seen[-1]][0] if follows else draws.choice(list(COLORS)))
 
-    def listed(shown: Sequence[Shown]) -> list[Shown]:
-        return list(shown) if is_expert else draws.sample(shown, len(shown))
-
     shown = [pictures[room] for room in seen]
-    answer = Message(role="assistant", content=f"<answer> {' '.join(shape for _, shape in listed(shown))}</answer>")
+    named = shown if is_expert else draws.sample(shown, len(shown))
+    answer = Message(role="assistant", content=f"<answer> {' '.join(shape for _, shape in named)}</answer>")
     first, last = 0, len(seen)  # looks of the segment
     messages = [*_opening(start, number)]
     if summaries:
@@ -221,7 +219,7 @@ def demonstration(
         messages.append(Message(role="assistant", content=f"<look> {room}</look>"))
         messages.append(_shown(f"{key}/{room}", pictures[room], blind))
     if summaries and first < len(seen):
-        return (*messages, *exchange(PROMPT, described(listed(shown[:last]))))
+        return (*messages, *exchange(PROMPT, described(shown[:last])))
     return (*messages, answer)
 
 
