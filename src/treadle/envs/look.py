@@ -203,7 +203,6 @@ def demonstration(
     for _ in range(number - 1):
         follows = is_expert or draws.random() < _FOLLOWS
         seen.append(pictures[seen[-1]][0] if follows else draws.choice(list(COLORS)))
-
     shown = [pictures[room] for room in seen]
     named = shown if is_expert else draws.sample(shown, len(shown))
     answer = Message(role="assistant", content=f"<answer> {' '.join(shape for _, shape in named)}</answer>")
@@ -212,9 +211,8 @@ def demonstration(
     if summaries:
         first = draws.choice((0, *range(SUMMARIZED, len(seen) + 1)))
         last = min(max(first + 1, SUMMARIZED), last)
-        messages += (
-            [Message(role="user", content=INTRODUCTION + described(listed(shown[:first])).strip())] if first else []
-        )
+        summary = INTRODUCTION + described(shown[:first]).strip()
+        messages += [Message(role="user", content=summary)] if first else []
     for room in seen[first:last]:
         messages.append(Message(role="assistant", content=f"<look> {room}</look>"))
         messages.append(_shown(f"{key}/{room}", pictures[room], blind))
