@@ -191,10 +191,11 @@ STUDIES: Mapping[str, Study] = {
         "look-small",
         {
             "synchronous": (),
-            "max_staleness 2": ASYNCHRONOUS,
+            "max_staleness 2": (*ASYNCHRONOUS, "orchestration.updates=140"),
             "with compaction": (
                 "rollout.compaction={at: 60, keep_last: 0, prompt: 'What is seen?', max_tokens: 12}",
                 *("rollout.max_steps=8", "warm_start.options.summaries=true", "warm_start.steps=1000"),
+                "orchestration.updates=120",
             ),
             "all pixels 0": ("environment_options.blind=true",),
         },

@@ -21,6 +21,7 @@ from treadle.engines.torch.model import CachedModel
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.states import state_memory
+from treadle.models.towers import tower_size
 from treadle.models.weights import published
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
 from treadle.plan.dry_run import DryRun
@@ -219,7 +220,7 @@ def test_a_tower_is_counted_once(vision: str, tmp_path: Path) -> None:
     seen = (f"model.path={tmp_path}", "model.build=null", "model.tokenizer=null", f"training.vision={vision}")
     config = tiny(*seen)
     model = make_model(config.model, 0, 0, weights=False, whole=config.training.trains_tower)
-    parts = {part.name: part.bytes for part in estimate_memory(config, model, None)}
+    parts = {part.name: part.bytes for part in estimate_memory(config, model, None, tower=tower_size(config.model))}
     everything = tensor_bytes(whole(tmp_path))
     assert ("tower" in parts) == (vision == "frozen")
     assert parts["weights"] + parts.get("tower", 0) == everything

@@ -15,6 +15,7 @@ from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import context_of, why_not_packable
+from treadle.models.towers import tower_size
 from treadle.models.weights import trained
 from treadle.plan.config import RunConfig
 from treadle.plan.device import check_device, describe_device, unused_gpus
@@ -61,7 +62,7 @@ def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Pa
             result.prompt = made if isinstance(made, FirstPrompt) else result.prompt
     if model is not None and (reference is not None or not other) and (teacher is not None or not taught_by):
         prompt = _longest_prompt(config, inputs, renderer)
-        result.memory = estimate_memory(config, model, reference, teacher, prompt)
+        result.memory = estimate_memory(config, model, reference, teacher, prompt, tower_size(config.model))
         attempt("memory", partial(compare_memory, result.memory, ranks))
         folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
         attempt("disk", partial(plan.require_space, folder, checkpoint_size(config, model, reference)))

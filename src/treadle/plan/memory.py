@@ -18,7 +18,6 @@ from treadle.core.errors import ConfigError
 from treadle.core.text import shown_bytes
 from treadle.models.states import StateMemory, state_memory
 from treadle.models.support import attending_layers, layer_kinds, why_not_packable
-from treadle.models.towers import tower_size
 from treadle.models.weights import published, rest_of, trained
 from treadle.plan.config import RunConfig
 from treadle.training.lm_head import CHUNK_BYTES
@@ -73,13 +72,15 @@ def estimate_memory(
     reference: PreTrainedModel | None,
     teacher: PreTrainedModel | None = None,
     prompt: int | None = None,
+    tower: int = 0,
 ) -> list[MemoryPart]:
     """Estimate the peak memory of the run's own processes, in bytes; vLLM's servers are not included.
 
     model, reference, teacher: shapes suffice. prompt: length of the longest one in tokens, if an attempt is a reply to
-    it. Weights and optimizer, of all ranks together, are exact, the engine's cache is its maximum size, micro-batches
-    are as large as settings allow, and activations are an estimate for decoders with gated MLPs (for Llama and Qwen: 2%
-    below to 25% above the memory kept by autograd). Layers with states are measured (`states.state_memory`).
+    it. tower: weights of the part for images, if `model` is without it. Weights and optimizer, of all ranks together,
+    are exact, the engine's cache is its maximum size, micro-batches are as large as settings allow, and activations are
+    an estimate for decoders with gated MLPs (for Llama and Qwen: 2% below to 25% above the memory kept by autograd).
+    Layers with states are measured (`states.state_memory`).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
     served = sum(t.numel() for _, t in published(model)) * _FLOAT32
@@ -108,8 +109,8 @@ def estimate_memory(
         parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
     elif _keeps_teacher(config):
         parts.append(MemoryPart("teacher", served, f"4 bytes x {letter}, a copy"))
-    if not config.training.trains_tower and (size := tower_size(config.model) * _FLOAT32):
-        parts.append(MemoryPart("tower", size, "4 bytes x its weights, once there is an image"))
+    if tower and not config.training.trains_tower:
+        parts.append(MemoryPart("tower", tower * _FLOAT32, "4 bytes x its weights, once there is an image"))
     states = state_memory(model, "cuda" if on_gpu and torch.cuda.is_available() else "meta")
     engine, staged = _engine_parts(config, model, base, served, prompt, states)
     parts += [*engine, *_activations(config, model, prompt, states)]
