@@ -22,7 +22,7 @@ from treadle.loop.evaluation import play_held_out, result_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.plan.config import RunConfig, recipe_data, recipe_names, without_source_options
-from treadle.plan.inputs import Inputs, is_in_memory, load_held_out
+from treadle.plan.inputs import Inputs, is_in_memory, load_held_out, shows_images
 from treadle.plan.other_models import judging_models
 from treadle.plan.player import OVERRIDES, without_player
 from treadle.plan.validation import check_playing, check_rollout
@@ -250,10 +250,16 @@ def _evaluation(
 async def _play(
     plan: Plan, update: int, renderer: ChatRenderer, source: EmbeddedSource, progress: Progress
 ) -> list[Group]:
-    from treadle.loop.engines import open_serving
+    from treadle.loop.engines import open_serving, servers_see
 
     config, players = plan.config, plan.inputs.players
-    engine = await open_serving(plan.evaluation_engine, renderer, source, config.device)
+    trains_tower = config.training.trains_tower
+    known = trains_tower or shows_images(plan.inputs.held_out)
+    engine = await open_serving(
+        *(plan.evaluation_engine, renderer, source, config.device),
+        trains_tower=trains_tower,
+        sees=servers_see(plan.evaluation_engine, config.model, known),
+    )
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with (

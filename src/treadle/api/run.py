@@ -94,8 +94,7 @@ class Run:
                 run = (plan.loop, self.trainer, weight_sync, runner, shaper, store, callbacks, start, grammars, shown)
                 loop = Loop(*run)
                 self.status.sources += [loop.scheduler.status, runner.status]
-                sees = config.training.trains_tower or shows_images(plan.inputs.train)
-                sees = sees or (servers_see(plan.engine, config.model) and not plan.engine.vllm.urls)
+                sees = self._images_come or (self._servers_see and not plan.engine.vllm.urls)
                 await self.runtime.check_engine(
                     engine, weight_sync, self.trainer, self.renderer, 10 * config.engine.tolerance, sees
                 )
@@ -118,6 +117,15 @@ class Run:
             write_atomically(directory.summary_file, json.dumps(summary, indent=2).encode())
         return summary
 
+    @property
+    def _images_come(self) -> bool:
+        """Whether images are known to come. Those of environments are not."""
+        return self.plan.config.training.trains_tower or shows_images(self.plan.inputs.train)
+
+    @property
+    def _servers_see(self) -> bool:
+        return servers_see(self.plan.engine, self.plan.config.model, self._images_come)
+
     @asynccontextmanager
     async def _sampling(self) -> AsyncIterator[tuple[Engine, WeightSync, CheckedRunner]]:
         """Open the engine and the rollouts that use it."""
@@ -137,7 +145,7 @@ class Run:
             config.rollout.top_k,
             partial(engine_tower, config.model, config.training.trains_tower, config.device),
             config.training.trains_tower,
-            servers_see(plan.engine, config.model),
+            self._servers_see,
         )
         engine, weight_sync = await self.runtime.open_engine(spec)
         try:

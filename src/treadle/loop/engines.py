@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from treadle.engines.vllm.server import Started
 
 LANGUAGE_ONLY = "language-model-only"  # a server's argument
-_WITHOUT_IMAGES = f"; without images, vLLM needs no tower: engine.options.args={{{LANGUAGE_ONLY}: true}}"
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgment call, as rounding decides near-ties
 
 
@@ -58,7 +57,7 @@ async def check_engine(
     Raises EngineError if their log-probabilities differ by at least `tolerance` nats, or the model's `decoding_gap` if
     that is larger, so that they are different policies; if the engine lacks a feature that training needs
     (`probe_engine`); or, with routing replay, if its reported experts are not the learner's. sees: whether images are
-    known to come, or may come to servers; then also if they differ after an image, or do not depend on its pixels.
+    to be expected; then also if they differ after an image, or do not depend on its pixels.
     """
     await weight_sync.publish(0)
     allowed, why = trainer.model.decoding_gap or (0.0, "")
@@ -81,7 +80,7 @@ def _check_gap(engine: str, gaps: Floats, tolerance: float, why: str, where: str
         raise EngineError(
             f"{engine} reports log-probabilities{where} that differ from those of the learner by up to {gap:.2e} "
             f"({tolerance:g} is allowed{why and ', as ' + why}); it must serve the published weights in the learner's "
-            f"precision{where and _WITHOUT_IMAGES}"
+            "precision"
         )
 
 
@@ -177,11 +176,15 @@ async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     return await opened(spec)
 
 
-def servers_see(config: EngineConfig, model: ModelConfig) -> bool:
-    """Return whether vLLM's servers may be shown images, for which they need the model's tower. Raises ConfigError."""
+def servers_see(config: EngineConfig, model: ModelConfig, known: bool) -> bool:
+    """Return whether vLLM's servers are shown images, for which they need the model's tower. Raises ConfigError.
+
+    known: whether images are known to come; those of environments are not.
+    """
     if config.kind != "vllm" or not takes_images(model):
         return False
-    return not any(value and name.replace("_", "-") == LANGUAGE_ONLY for name, value in config.vllm.args.items())
+    told = {name.replace("_", "-"): value for name, value in config.vllm.args.items()}
+    return known or bool(config.vllm.urls) if LANGUAGE_ONLY not in told else not told[LANGUAGE_ONLY]
 
 
 async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
@@ -211,10 +214,22 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
 
 
 async def open_serving(
-    config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource, device: str = "cpu"
+    config: EngineConfig,
+    renderer: ChatRenderer,
+    source: EmbeddedSource,
+    device: str = "cpu",
+    *,
+    trains_tower: bool = False,
+    sees: bool = False,
 ) -> Engine:
-    """Return an engine that serves an untrained model. Raises as `open_engine`."""
-    spec = EngineSpec(config, renderer, source, lambda: source.module, device=device, vision=lambda _: source.vision)
+    """Return an engine that serves an untrained model. Options: see `EngineSpec`. Raises as `open_engine`."""
+    spec = EngineSpec(
+        *(config, renderer, source, lambda: source.module),
+        device=device,
+        vision=lambda _: source.vision,
+        trains_tower=trains_tower,
+        sees=sees,
+    )
     engine, weight_sync = await open_engine(spec)
     try:
         # Servers already running may have any weights.
@@ -269,18 +284,19 @@ async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engin
     from treadle.engines.vllm.publication import Probe
 
     config, model = spec.config, spec.source.model
-    if spec.routing:
+    if spec.routing and not config.vllm.urls:
         args = {"enable-return-routed-experts": True, **config.vllm.args}
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     pictures = None
     if isinstance(processor := spec.renderer.images.processor, ImageProcessor) and spec.sees:
-        tolerance = 1e-3 if config.dtype_name == "float32" else 0.1
+        tolerance = 1e-3 if config.dtype_name == "float32" else 0.3
         pictures = Pictures(
             *(processor, spec.renderer.encode, spec.renderer.decode, model.vocabulary, tolerance),
             trained=spec.trains_tower,
         )
-        args = {LANGUAGE_ONLY: None, **config.vllm.args}
-        config = config.model_copy(update={"options": {**config.options, "args": args}})
+        if not config.vllm.urls:
+            args = {LANGUAGE_ONLY: None, **config.vllm.args}
+            config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
     connected = partial(

@@ -56,7 +56,7 @@ def check_family(model_type: str) -> None:
         )
 
 
-class _Recent(Generic[T]):
+class Recent(Generic[T]):
     """The results of the last calls, up to a number of bytes, but at least one; for several threads."""
 
     def __init__(self, limit: int) -> None:
@@ -89,7 +89,7 @@ def _size(prepared: Prepared) -> int:
     return sum(array.nbytes for array in prepared.arrays.values())
 
 
-_PREPARED = _Recent[Prepared](_KEPT)  # one for all processors: those of a run's renderer and learner are two
+_PREPARED = Recent[Prepared](_KEPT)  # one for all processors: those of a run's renderer and learner are two
 
 
 class ImageProcessor:
@@ -307,7 +307,7 @@ class Tower:
         trained: bool = False,
     ) -> None:
         self._load, self.processor, self.trained = model, processor, trained
-        self._kept = _Recent[Features](_KEPT)
+        self._kept = Recent[Features](_KEPT)
 
     @functools.cached_property
     def _model(self) -> Any:

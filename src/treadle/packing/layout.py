@@ -327,20 +327,19 @@ def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
     Raises DataError for a call longer than the budget.
     """
     ordered = sorted(arranged.calls, key=lambda c: -len(c.token_ids))
-    tower = {id(call): int(costs(call).sum()) - len(call.token_ids) for call in ordered}
-    if too_long := [call for call in ordered if len(call.token_ids) + tower[id(call)] > budget]:
-        images = f" and {tower[id(too_long[0])]} of the trained tower" * bool(tower[id(too_long[0])])
+    if ordered and len(ordered[0].token_ids) > budget:
         raise DataError(
-            f"a call of {len(too_long[0].token_ids)} tokens{images} exceeds max_tokens_per_microbatch = {budget}, and "
-            "this model's layers cannot be computed in pieces; raise the budget or shorten the context"
+            f"a call of {len(ordered[0].token_ids)} tokens exceeds max_tokens_per_microbatch = {budget}, and this "
+            "model's layers cannot be computed in pieces; raise the budget or shorten the context"
         )
     parts: list[list[PackedCall]] = []
-    cost = 0
+    towers = 0  # tokens of the trained tower for a group's images; a call alone may exceed the budget by its own
     for call in ordered:
-        cost += tower[id(call)]
-        if not parts or len(parts[-1][0].token_ids) * (len(parts[-1]) + 1) + cost > budget:
+        tower = int(costs(call).sum()) - len(call.token_ids)
+        towers += tower
+        if not parts or len(parts[-1][0].token_ids) * (len(parts[-1]) + 1) + towers > budget:
             parts.append([])
-            cost = tower[id(call)]
+            towers = tower
         parts[-1].append(call)
     return [PrefixTree.of(part, np.zeros(len(part), np.int64)) for part in parts]
 

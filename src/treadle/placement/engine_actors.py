@@ -161,10 +161,10 @@ class ServerActor(Placed):
         """Sample for a rollout worker. Raises EngineError; ServerLost if another server should do it."""
         await self._admission.settled()
         assert self._server is not None
-        assert not images, "servers are shown images by the engine's own process"
         check_call(len(prompt_ids), sampling, self._server.context)
         return await sample(
-            self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
+            *(self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers),
+            images=images,  # refused: the engine's own process shows images
         )
 
     async def ended(self) -> None:

@@ -142,7 +142,7 @@ class Forward:
 
     def passes(self, tree: PrefixTree) -> int:
         """Return the number of forward passes for a tree: one, if it fits the budget."""
-        return max(1, len(cuts(tree, self._chunk_size(tree), bool(self._both_ways(tree)))))
+        return max(1, len(cuts(tree, self._chunk_size(tree), self._whole_images(tree))))
 
     def exact_logprobs(self, ids: Ids, images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1], without autocast.
@@ -207,7 +207,11 @@ class Forward:
         return scores
 
     def _chunks(self, tree: PrefixTree, passes: int) -> list[MicroBatch]:
-        return chunks(tree, self._chunk_size(tree), passes, bool(self._both_ways(tree)))
+        return chunks(tree, self._chunk_size(tree), passes, self._whole_images(tree))
+
+    def _whole_images(self, tree: PrefixTree) -> bool:
+        """Return whether no image is cut: one seen both ways cannot be, and a trained tower would compute it twice."""
+        return bool(self._tower or self._both_ways(tree))
 
     def _both_ways(self, of: PrefixTree | MicroBatch) -> BothWays:
         vision = self.scorer.vision

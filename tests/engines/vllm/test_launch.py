@@ -194,15 +194,19 @@ async def test_a_dry_run_names_the_version(printed: str, message: str, tmp_path:
         assert re.match(message, await describe_servers(config(python=interpreter(tmp_path, f"echo {printed}")), 10))
 
 
+@pytest.mark.parametrize("recipe", ["demo", "look-small"])
 async def test_nothing_is_written_for_servers_that_have_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_recipe("demo").model
-    renderer, source = load_chat(model, None)[1], load_source(model, seed=0)
+    renderer, source = load_chat(load_recipe(recipe).model, None)[1], load_source(load_recipe("demo").model, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="does not answer /health"):
         await open_vllm(
-            EngineSpec(config(servers=["http://127.0.0.1:9"]), renderer, source, lambda: source.module, tmp_path)
+            EngineSpec(
+                *(config(servers=["http://127.0.0.1:9"]), renderer, source, lambda: source.module, tmp_path),
+                routing=recipe == "demo",
+                sees=recipe == "look-small",
+            )
         )
 
 
@@ -339,6 +343,8 @@ async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, m
 
 class NoTransfer:
     """Is never used: nothing is published."""
+
+    towers = False
 
     def close(self) -> None:
         pass

@@ -104,14 +104,15 @@ def test_a_prompt_is_sent_as_the_template_writes_it(model: Model, texts: list[st
     assert model.tokenizer.decode(sent) == model.pictures.processor.name.join(texts)
 
 
-def test_what_cannot_be_sent_or_was_not_expanded_as_recorded_is_an_error(model: Model) -> None:
+async def test_what_cannot_be_sent_or_was_not_expanded_as_recorded_is_an_error(model: Model) -> None:
     ids, images = model.prompt(["see ", " then"], [picture(0)])
-    sent = prompt_of(ids, images, "label", model.pictures)
-    assert (
-        sent["content_parts"][0]["uuid"] != prompt_of(ids, images, "other", model.pictures)["content_parts"][0]["uuid"]
-    )
-    with pytest.raises(EngineError, match="have no tower here, and are shown 1 images"):
-        prompt_of(ids, images, "label", None)
+    trained = replace(model.pictures, trained=True)
+    for pictures, changes in ((model.pictures, False), (trained, True)):
+        calls = [await prompt_of(ids, images, label, pictures) for label in ("run.1", "run.2", "another.1")]
+        first, second, third = (call["content_parts"][0]["uuid"] for call in calls)
+        assert (first != second) == changes and first != third
+    with pytest.raises(EngineError, match="started without the model's tower, and are shown 1 images"):
+        await prompt_of(ids, images, "label", None)
     with pytest.raises(EngineError, match="are not those of its processor"):
         model.pictures.collapsed(np.roll(ids, 1), images)
     check_ids("a server", {"prompt_token_ids": ids.tolist()}, ids, images)
@@ -124,17 +125,19 @@ def test_what_cannot_be_sent_or_was_not_expanded_as_recorded_is_an_error(model: 
         check_ids("a server", {}, ids, images)
 
 
-def test_servers_have_a_tower_where_images_may_come(model: Model, tmp_path: Path) -> None:
-    def sees(directory: Path, **engine: Any) -> bool:
-        return servers_see(build(EngineConfig, {"kind": "vllm", **engine}), ModelConfig(path=str(directory)))
+def test_servers_have_a_tower_where_images_come(model: Model, tmp_path: Path) -> None:
+    def sees(known: bool, directory: Path = model.directory, **engine: Any) -> bool:
+        return servers_see(build(EngineConfig, {"kind": "vllm", **engine}), ModelConfig(path=str(directory)), known)
 
-    assert sees(model.directory)
-    assert not sees(model.directory, options={"args": {"language_model_only": True}})
-    assert not sees(model.directory, kind="torch")
+    assert sees(True) and not sees(False)
+    assert not sees(True, options={"args": {"language_model_only": True}})
+    assert sees(False, options={"args": {"language-model-only": False}})
+    assert sees(False, options={"servers": ["http://127.0.0.1:9"]})
+    assert not sees(True, kind="torch")
     for file in model.directory.iterdir():
         if "processor" not in file.name:
             (tmp_path / file.name).symlink_to(file)
-    assert not sees(tmp_path)
+    assert not sees(True, tmp_path)
 
 
 @pytest.fixture

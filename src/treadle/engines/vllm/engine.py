@@ -104,13 +104,13 @@ class VLLMEngine:
         left.
         """
         check_call(len(prompt_ids), sampling, min(server.context for server in self._servers))
-        await self._look(images)
         admission = self._publication.admission
         for losses in count(1):
             await admission.settled()
             while (server := self._server_of(session)) is None:
                 await self._until_some_serve()
             try:
+                await self._look(images)
                 with self._publication.adapter(session) as adapter:
                     return await sample(
                         server,

@@ -3,13 +3,13 @@
     ids [5 9 9 9 9 6] --Pictures.collapsed--> [5 9 6], as the chat template writes it, beside a PNG for each image
     the server's own processor expands these, and the ids that it reports must be the recorded ones (`check_ids`)
 
-A server keeps features by the names given here, which change with the weights: those of a trained tower are never
+A server keeps features by the names given here, which change with the weights of a trained tower: they are never
 outdated.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import numpy as np
 from treadle.core.errors import EngineError
 from treadle.core.images import CHECKED, PromptImage, picture_of, read_image
 from treadle.core.types import Ids
-from treadle.models.vision import ImageProcessor
+from treadle.models.vision import ImageProcessor, Recent
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Pictures:
         return [*ids[: len(ids) - len(edge)], *kept] if end else [*kept, *ids[len(edge) :]]
 
 
-def prompt_of(ids: Ids, images: Sequence[PromptImage], label: str, pictures: Pictures | None) -> dict[str, Any]:
+async def prompt_of(ids: Ids, images: Sequence[PromptImage], label: str, pictures: Pictures | None) -> dict[str, Any]:
     """Return the part of a call's body that is its prompt int32[P]. label: of the weights. pictures: None for servers
     that are shown none. Raises EngineError.
     """
@@ -81,10 +81,15 @@ def prompt_of(ids: Ids, images: Sequence[PromptImage], label: str, pictures: Pic
         return {"token_ids": np.asarray(ids).tolist()}
     if pictures is None:
         raise EngineError(
-            f"vLLM's servers have no tower here, and are shown {len(images)} images; leave language-model-only out of "
-            "engine.options.args, or set engine.kind=torch"
+            f"vLLM's servers were started without the model's tower, and are shown {len(images)} images; set "
+            "engine.kind=torch or, in a run, engine.options.args={language-model-only: false}"
         )
-    parts = [{"type": "image_url", "url": _upright(each.url), "uuid": _name(each, label)} for each in images]
+    return await asyncio.to_thread(_shown, ids, images, label, pictures)
+
+
+def _shown(ids: Ids, images: Sequence[PromptImage], label: str, pictures: Pictures) -> dict[str, Any]:
+    weights = label if pictures.trained else label.partition(".")[0]  # of a frozen tower, this run's
+    parts = [{"type": "image_url", "url": _upright(each), "uuid": _name(each, weights)} for each in images]
     return {"token_ids": pictures.collapsed(ids, images), "content_parts": parts, "return_token_ids": True}
 
 
@@ -105,7 +110,9 @@ def _name(image: PromptImage, label: str) -> str:
     return hashlib.sha256(f"{label}|{image.sha256}".encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=64)
-def _upright(url: str) -> str:
-    """Return an image as the model's processor gets it: upright, RGB."""
-    return read_image(picture_of(url).pixels, CHECKED).url
+_SENT = Recent[str](2**28)
+
+
+def _upright(image: PromptImage) -> str:
+    """Return an image's data URL as the model's processor gets it: upright, RGB. The last ones are kept."""
+    return _SENT.get(image.sha256, lambda: read_image(picture_of(image.url).pixels, CHECKED).url, len)

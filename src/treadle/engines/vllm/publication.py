@@ -198,6 +198,8 @@ class Publication:
     async def _resume(self) -> None:
         if self._in_flight == "recompute":
             await self._each(lambda server: server.post("/reset_prefix_cache", reset_running_requests="true"))
+            if self._transfer.towers:
+                await self._each(lambda server: server.post("/reset_encoder_cache"))
         await self._each(lambda server: server.post("/resume"))
 
     async def _prove(self, server: Server, expected: Floats | None) -> None:

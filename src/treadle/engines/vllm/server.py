@@ -179,6 +179,9 @@ class Server:
     async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
         """Make an idempotent call, twice if the connection breaks but the server is healthy; return the answer.
 
+        One with images is also repeated after an internal error of a healthy server, which has forgotten the pixels of
+        a call that was cancelled.
+
         Raises EngineError for any status but 200, ServerLost if the server is or gets lost. Cancelling closes the
         connection, and vLLM aborts the work.
         """
@@ -193,6 +196,8 @@ class Server:
             if response.status_code >= 500 and (self.is_lost or not await self.is_well()):
                 self.lose(f"it answered {self._problem(response)}")
                 raise self.error()
+            if response.status_code >= 500 and not last and "content_parts" in (body or {}):
+                continue
             return self._content(path, response)
         raise AssertionError("unreachable")
 
@@ -226,7 +231,7 @@ class Server:
             calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt, adapter) for n in range(1, len(ids)))
             return np.array(await asyncio.gather(*calls), np.float32)
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body = {**prompt_of(ids, images, label, pictures), "sampling_params": sampling, **_model(adapter)}
+        body = {**await prompt_of(ids, images, label, pictures), "sampling_params": sampling, **_model(adapter)}
         answer = await self.post("/inference/v1/generate", body)
         check_ids(self, answer, ids, images)
         entries = answer["prompt_logprobs"] or []
@@ -417,7 +422,7 @@ async def sample(
     if expert_layers is not None:
         params["routed_experts_prompt_start"] = len(prompt_ids) - 1
     label, salt = admission.now.label, admission.now.salt(cache_salt)
-    prompt = prompt_of(prompt_ids, images, label, pictures)
+    prompt = await prompt_of(prompt_ids, images, label, pictures)
     body = {**prompt, "sampling_params": params, "cache_salt": salt, **_model(adapter)}
     answer = await server.post("/inference/v1/generate", body)
     check_ids(server, answer, prompt_ids, images)

@@ -43,7 +43,9 @@ class Staged:
 
 
 class Transfer(Protocol):
-    """Transfers weights from a source to servers."""
+    """Transfers weights from a source to servers. towers: whether they include those of towers."""
+
+    towers: bool
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Prepare these servers for new weights, whatever they were prepared for before. Raises EngineError."""
@@ -62,10 +64,10 @@ class SharedMemory:
     """
 
     def __init__(self, dtype: torch.dtype, towers: bool = False) -> None:
-        self._dtype, self._towers = dtype, towers
+        self._dtype, self.towers = dtype, towers
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        info = {"towers": self._towers}
+        info = {"towers": True} if self.towers else {}
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": info}))
 
     async def stage(self, source: WeightSource) -> Staged:
@@ -88,7 +90,7 @@ class Collective:
     """
 
     def __init__(self, dtype: torch.dtype, towers: bool = False) -> None:
-        self._dtype, self._towers = dtype, towers
+        self._dtype, self.towers = dtype, towers
         self._device = torch.device("cpu")  # device of the weights staged last
         self._group: Group | None = None
 
@@ -99,12 +101,13 @@ class Collective:
         address = address_towards([server.url for server in servers])
         store = listen(address, _TIMEOUT)
         group = {"host": address, "port": store.port, "size": size, "timeout": _TIMEOUT}
+        info = {"towers": True} if self.towers else {}
         self._group = await _together(
             lambda: Group(store, 0, size, device=self._device, address=address, timeout=_TIMEOUT),
             {
                 server: server.post(
                     "/init_weight_transfer_engine",
-                    {"init_info": {"towers": self._towers, "group": {**group, "first": first}}},
+                    {"init_info": {**info, "group": {**group, "first": first}}},
                 )
                 for server, first in zip(servers, firsts, strict=True)
             },
