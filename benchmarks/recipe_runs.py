@@ -191,7 +191,7 @@ STUDIES: Mapping[str, Study] = {
         "look-small",
         {
             "synchronous": (),
-            "max_staleness 2": (*ASYNCHRONOUS, "orchestration.updates=140"),
+            "max_staleness 2": (*ASYNCHRONOUS, "orchestration.updates=140", "training.optimizer.learning_rate=6e-4"),
             "with compaction": (
                 "rollout.compaction={at: 60, keep_last: 0, prompt: 'What is seen?', max_tokens: 12}",
                 *("rollout.max_steps=8", "warm_start.options.summaries=true", "warm_start.steps=1000"),
@@ -249,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (RESULTS / f"{stem}.json").write_text(json.dumps({**result, "runs": rows}, indent=2) + "\n")
         if len(seeds) > 1 and not study.perturbed:
             picture = ROOT / "docs" / "images" / f"{stem}.png"
-            subprocess.run([*TREADLE, "plot", *map(str, runs), "--output", str(picture)], check=True)
+            command = [*TREADLE, "plot", *map(str, runs), "--output", str(picture)]
+            command += ["--labels", *names] if len(names) > 1 else []
+            subprocess.run(command, cwd=ROOT, check=True)
 
 
 def play(study: Study, variant: str, seed: int, folder: Path, overrides: Sequence[str]) -> Path:

@@ -307,6 +307,13 @@ def test_runs_over_seeds_are_one_line_and_others_have_their_own(finished: Traine
     assert {"held-out success, all tasks", *kinds} == {p.title for p in found if p.title.startswith("held-out")}
 
 
+def test_lines_are_named_by_labels(finished: Trained, tmp_path: Path) -> None:
+    done = treadle("plot", finished.path, "--output", tmp_path / "plot.svg", "--labels", "as it comes")
+    assert done.status == 0 and done.out.startswith("as it comes: seed 0, 4 updates\n")
+    done = treadle("plot", finished.path, "--output", tmp_path / "plot.svg", "--labels", "one", "two")
+    assert done.status == 2 and "--labels: 2 for 1 lines" in done.err
+
+
 def test_the_picture_that_a_run_ends_with_is_the_same(finished: Trained, tmp_path: Path) -> None:
     assert treadle("plot", finished.path, "--output", tmp_path / "plot.png").status == 0
     assert (tmp_path / "plot.png").read_bytes() == (finished.path / "curve.png").read_bytes()

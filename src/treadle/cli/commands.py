@@ -125,6 +125,7 @@ _PLOT_EXAMPLES = """examples:
   treadle plot runs/demo                                   one run, even in progress
   treadle plot runs/demo-seed*                             one line with a band over seeds
   treadle plot runs/chain-* runs/tree-* --output both.pdf  one line each: they differ in more than the seed
+  treadle plot runs/chain-* runs/tree-* --labels chain tree
 
 Runs that differ only in the seed share a line: their mean, in a band from lowest to highest. Others get separate lines,
 labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
@@ -320,6 +321,8 @@ def _add_report(commands: Commands) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("plot.png"), metavar="FILE", help=".png, .pdf or .svg (default: plot.png)"
     )
+    help_text = "names of the lines, in the order of their first runs, in place of the keys that differ"
+    parser.add_argument("--labels", nargs="+", default=(), metavar="NAME", help=help_text)
 
 
 def _add_show(commands: Commands) -> None:

@@ -271,7 +271,7 @@ def run_plot(options: argparse.Namespace) -> int:
     if not output.parent.is_dir():
         raise ConfigError(f"--output {str(output)!r}: no directory {str(output.parent)!r}; create it first")
     paths = list({path.resolve(): path for path in options.runs}.values())
-    groups = draw_runs([read_run(path) for path in paths], output)
+    groups = draw_runs([read_run(path) for path in paths], output, options.labels)
     console = Console()
     for group in groups:
         console.line(_plot_line(group))

@@ -11,7 +11,7 @@ import textwrap
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.core.config import as_override
+from treadle.core.errors import ConfigError
 from treadle.core.files import write_atomically
 from treadle.core.text import escape_line
 from treadle.report.metrics import COMPLETION_TOKENS_MEAN, REWARD_MEAN, STEPS_MEAN
@@ -233,9 +234,17 @@ _MARKERS = "osD^vP*X"
 _GREY = "#555555"
 
 
-def draw_runs(runs: Sequence[RunMetrics], path: Path) -> list[RunGroup]:
-    """Draw runs to a file with a suffix of `FORMATS`; return their groups. Raises OSError."""
+def draw_runs(runs: Sequence[RunMetrics], path: Path, labels: Sequence[str] = ()) -> list[RunGroup]:
+    """Draw runs to a file with a suffix of `FORMATS`; return their groups. labels: in place of the keys that differ.
+
+    Raises ConfigError unless there are as many labels as groups, or none; OSError.
+    """
     groups = group_runs(runs)
+    if labels:
+        if len(labels) != len(groups):
+            order = "; ".join(group.label or "(one line)" for group in groups)
+            raise ConfigError(f"--labels: {len(labels)} for {len(groups)} lines; give one for each, in order: {order}")
+        groups = [replace(g, settings=(label,), hidden=0) for g, label in zip(groups, labels, strict=True)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # for example Chinese characters
         content = io.BytesIO()
