@@ -101,6 +101,17 @@ def test_wrong_input_is_one_line_and_leaves_nothing(overrides: list[str], messag
     assert not (place.runs / "new").exists()
 
 
+def test_an_engine_that_does_not_start_leaves_its_log(place: Place, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo vllm 0 False && exit\necho out of luck; exit 3\n')
+    python.chmod(0o755)
+    done = place.train("engine.kind=vllm", f"engine.options.python={python}")
+    assert done.status == 1 and "out of luck" in done.err
+    [log] = (place.runs / "new").glob("*.log")
+    assert str(log) in done.err and "out of luck" in log.read_text()
+    assert place.train().status == 0  # the name is free
+
+
 @pytest.mark.parametrize("wrong", ["seed=x", "rollout.max_input_tokens=4"])
 def test_a_run_without_a_name_that_cannot_start_leaves_nothing_either(wrong: str, place: Place) -> None:
     assert treadle("train", place.recipe, "--runs", place.runs, wrong).status == 2

@@ -76,7 +76,10 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 @contextmanager
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
-    """Yield a new path for the run, removed if the run ends before it recorded anything to resume."""
+    """Yield a new path for the run, removed if the run ends before it recorded anything to resume.
+
+    With a log of an engine it stays, because errors name the log.
+    """
     path: Path = (
         options.runs / options.name if options.name else make_directory(options.runs, config.recipe, config.seed)
     )
@@ -86,7 +89,7 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
     finally:
         run = RunDirectory(path)
         # Not another process's of the same name.
-        if new and run.is_stub and run.state() == "stopped":
+        if new and run.is_stub and run.state() == "stopped" and not any(path.glob("*.log")):
             shutil.rmtree(path)
         elif not options.name:
             with suppress(OSError):  # unless it is not empty
