@@ -8,7 +8,9 @@ from uuid import uuid4
 
 import pytest
 
+from tests.loop.test_forks import FORKS
 from tests.loop.test_self_play import DUEL
+from tests.loop.test_starts import STARTS
 from tests.placement.conftest import actors, of_ray, of_test, start_driver, wait_for_updates
 from tests.runs import check_finished, recorded, resume, start, updates
 from tests.until import CEILING, wait_until
@@ -49,6 +51,15 @@ def test_self_play_has_the_same_bits_by_a_worker(tmp_path: Path) -> None:
     there = start(tmp_path / "there", *settings, "placement.kind=ray", "placement.rollout.workers=1")
     check_finished(tmp_path / "there")
     assert there["weights_sha256"] == start(tmp_path / "here", *settings)["weights_sha256"]
+
+
+@pytest.mark.parametrize("settings", [STARTS, FORKS], ids=["starts", "forks"])
+def test_replayed_steps_have_the_bits_of_one_process(settings: tuple[str, ...], tmp_path: Path) -> None:
+    here = start(tmp_path / "here", *settings)
+    there = start(tmp_path / "there", *settings, *SETTINGS, "placement.learner.ranks=1", "placement.rollout.workers=2")
+    check_finished(tmp_path / "there")
+    assert sum(row.get("starts", 0) for row in updates(tmp_path / "there")) > 0
+    assert there["weights_sha256"] == here["weights_sha256"]
 
 
 def test_taking_turns_changes_no_bit(tmp_path: Path) -> None:
