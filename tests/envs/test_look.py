@@ -1,11 +1,13 @@
 """`look`: its tasks, its pictures, what solves it, what does not, and what its demonstrations show."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 pytest.importorskip("PIL")
 
@@ -98,15 +100,21 @@ def _seen(pixels: Pixels) -> tuple[str, str]:
 
 def _read(pixels: Pixels) -> tuple[str, str, tuple[int, int]]:
     """Read color, shape and place of a picture, by comparing it with every shape at every place."""
-    lit = (pixels.max(2) > 120).astype(float)
-    fits = {}
-    for (name, cells), place in itertools.product(SHAPES.items(), itertools.product(range(9), range(9))):
-        mask = np.zeros((16, 16))
-        mask[place[0] : place[0] + 8, place[1] : place[1] + 8] = [[cell == "#" for cell in line] for line in cells]
-        fits[name, place] = -np.abs(mask - lit).sum()
-    shape, place = max(fits, key=fits.__getitem__)
-    channels = pixels[lit > 0].mean(0) > 100
+    lit = pixels.max(2) > 120
+    every, masks = _masks()
+    shape, place = every[int((masks != lit).sum((1, 2)).argmin())]
+    channels = pixels[lit].mean(0) > 100
     return next(name for name, rgb in COLORS.items() if list(channels) == [c > 0 for c in rgb]), shape, place
+
+
+@functools.cache
+def _masks() -> tuple[list[tuple[str, tuple[int, int]]], NDArray[np.bool_]]:
+    """Return every shape at every place, and the pixels of each that are lit, [shapes x places, 16, 16]."""
+    every = list(itertools.product(SHAPES, itertools.product(range(9), range(9))))
+    masks = np.zeros((len(every), 16, 16), bool)
+    for mask, (shape, (y, x)) in zip(masks, every, strict=True):
+        mask[y : y + 8, x : x + 8] = [[cell == "#" for cell in line] for line in SHAPES[shape]]
+    return every, masks
 
 
 def test_shapes_are_at_every_place_and_no_two_pictures_are_alike() -> None:
