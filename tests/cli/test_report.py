@@ -311,7 +311,7 @@ def test_lines_are_named_by_labels(finished: Trained, tmp_path: Path) -> None:
     done = treadle("plot", finished.path, "--output", tmp_path / "plot.svg", "--labels", "as it comes")
     assert done.status == 0 and done.out.startswith("as it comes: seed 0, 4 updates\n")
     done = treadle("plot", finished.path, "--output", tmp_path / "plot.svg", "--labels", "one", "two")
-    assert done.status == 2 and "--labels: 2 for 1 lines" in done.err
+    assert done.status == 2 and "labels: got 2, expected 1" in done.err
 
 
 def test_the_picture_that_a_run_ends_with_is_the_same(finished: Trained, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from treadle.api.train import dry_run, train_run
 from treadle.cli.commands import INTERRUPTED
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
 from treadle.cli.show import print_transcript
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, EngineError
 from treadle.core.processes import environment
 from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
 from treadle.plan.dry_run import Check, DryRun
@@ -78,18 +78,22 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
     """Yield a new path for the run, removed if the run ends before it recorded anything to resume.
 
-    With a log of an engine it stays, because errors name the log.
+    It stays if an engine failed and left a log, because the error names the log.
     """
     path: Path = (
         options.runs / options.name if options.name else make_directory(options.runs, config.recipe, config.seed)
     )
     new = not path.exists() or not any(path.iterdir())
+    log_named = False
     try:
         yield path
+    except EngineError:
+        log_named = any(path.glob("*.log"))
+        raise
     finally:
         run = RunDirectory(path)
         # Not another process's of the same name.
-        if new and run.is_stub and run.state() == "stopped" and not any(path.glob("*.log")):
+        if new and run.is_stub and run.state() == "stopped" and not log_named:
             shutil.rmtree(path)
         elif not options.name:
             with suppress(OSError):  # unless it is not empty

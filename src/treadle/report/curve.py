@@ -243,7 +243,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: Path, labels: Sequence[str] = ()
     if labels:
         if len(labels) != len(groups):
             order = "; ".join(group.label or "(one line)" for group in groups)
-            raise ConfigError(f"--labels: {len(labels)} for {len(groups)} lines; give one for each, in order: {order}")
+            raise ConfigError(f"labels: got {len(labels)}, expected {len(groups)}, one for each line: {order}")
         groups = [replace(g, settings=(label,), hidden=0) for g, label in zip(groups, labels, strict=True)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # for example Chinese characters
